@@ -1,0 +1,447 @@
+"""The stages, each by itself and resumable, and the command that runs them all: build, train, project, tune, verdict.
+
+In go a user's files and a model; out comes a finished datastore and the verdict a customer wants before committing.
+Each stage reads what the one before it left in the directory, writes its own files, and notes its options and what it
+measured in the manifest; a stage that is already done with the same options is passed over. The trade-off: each stage
+force-decodes the few hundred held-out pairs again, some seconds, and so needs nothing from any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clknn import adapter as adapters
+from clknn import datastore as stores
+from clknn import index as indices
+from clknn import model as models
+from clknn import projection as projections
+from clknn import tuning
+from clknn.adapter import Adapter, AdapterSettings, Step, Trained
+from clknn.corpus import Pairs, Tally, read_pairs
+from clknn.datastore import Manifest
+from clknn.errors import DatastoreError, InputError
+from clknn.evaluation import Comparison, compare, retrieval_accuracy, timed
+from clknn.mixing import Mixing
+from clknn.model import Decoding, Model
+from clknn.projection import Projection
+from clknn.states import Progress, write_states
+from clknn.translator import Translation, Translator
+
+VALIDATION_ENTRIES = 50_000
+VALIDATION_QUERIES = 2_000
+KS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Report(Protocol):
+    """Where progress goes; the command line draws it."""
+
+    def __call__(self, stage: str, done: float, total: float, note: str = "") -> None: ...
+
+
+def silent(stage: str, done: float, total: float, note: str = "") -> None:
+    """No report."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out pairs, force-decoded: what every stage is measured on."""
+
+    states: Tensor  # [R, D] float32
+    truth: Tensor  # [R] the right tokens
+    log_p: Tensor  # [R] log p_model of the right tokens
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Base against datastore on segments that the datastore does not hold."""
+
+    comparison: Comparison
+    slowdown: float  # time with the datastore over time without
+    base: list[Translation]
+    ours: list[Translation]
+    references: list[str]
+
+    def sentence(self) -> str:
+        base, ours = self.comparison.scores.values()
+        p = "p < 0.001" if ours.p_bleu is not None and ours.p_bleu < 0.001 else f"p = {ours.p_bleu:.3f}"
+        text = (
+            f"on {self.comparison.segments:,} held-out segments: BLEU {base.bleu:.1f} → {ours.bleu:.1f} ({p}), "
+            f"{self.slowdown:.2f}× the time"
+        )
+        if ours.p_bleu is None or ours.p_bleu >= 0.05:
+            return text + "; this is no significant gain: the datastore does not help here"
+        if ours.bleu < base.bleu:
+            return text + "; the datastore makes it worse: do not use it"
+        return text
+
+
+def build(
+    path: Path,
+    files: Sequence[Path],
+    model: Model,
+    hold_out: int = 300,
+    seed: int = 0,
+    tally: Tally | None = None,
+    report: Report = silent,
+) -> Manifest:
+    """Reads pairs from `files`, holds some out, force-decodes the rest. Resumes where an earlier call was killed.
+
+    `hold_out` pairs are kept for tuning and as many for the verdict; they are never in the datastore.
+    """
+    tally = tally or Tally()
+    asked = {"files": [_file_mark(file) for file in files], "hold_out": hold_out, "seed": seed}
+    asked["strict"] = tally.strict
+    blank = Manifest(
+        models.checkpoint_path(model.name), model.fingerprint, model.source_language, model.target_language,
+        model.prefix, model.state_definition, model.width,
+    )  # fmt: skip
+    begun = stores.read_draft(path)
+    if begun is not None:
+        stores.check_model(path, begun, model)
+        if begun.options["build"] != asked:
+            raise DatastoreError(
+                f"{path}: holds a datastore of other files or options ({_summary(begun.options['build'])}); "
+                "choose another --out, or delete it"
+            )
+        if "build" in begun.measured:
+            return begun
+    new = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if new is False and begun is None and any(file.name != "lock" for file in path.iterdir()):
+            raise DatastoreError(f"{path}: the folder has other files in it; choose another --out")
+    except OSError as error:
+        raise DatastoreError(f"{path}: cannot be made a folder ({error.strerror}); choose another --out") from error
+    with stores.writing(path):
+        if begun is None:
+            (path / "text.sqlite").unlink(missing_ok=True)
+            _read_text(path, files, model, hold_out, seed, tally, report)
+            stores.save_draft(path, replace(blank, options={"build": asked}))
+        draft = stores.read_draft(path)
+        assert draft is not None
+        return _force_decode(path, draft, model, tally, report)
+
+
+def _read_text(
+    path: Path, files: Sequence[Path], model: Model, hold_out: int, seed: int, tally: Tally, report: Report
+) -> None:
+    try:
+        with Pairs.create(path / "text.sqlite") as record:
+            stream = read_pairs(files, model.source_language, model.target_language, tally)
+            record.add(_counted(stream, tally, report), tally)
+            if not record.count():
+                raise InputError(f"{files[0]}: no pair could be kept; {'; '.join(tally.lines()[1:])}")
+            record.hold_out(hold_out, hold_out, seed)
+    except BaseException:
+        (path / "text.sqlite").unlink(missing_ok=True)
+        (path / "lock").unlink(missing_ok=True)
+        if not any(path.iterdir()):
+            path.rmdir()
+        raise
+
+
+def _counted(stream: Any, tally: Tally, report: Report) -> Any:
+    for pair in stream:
+        if tally.read % 1000 == 0:
+            report("read", tally.read, 0, "units")
+        yield pair
+
+
+def _force_decode(path: Path, draft: Manifest, model: Model, tally: Tally, report: Report) -> Manifest:
+    started = time.perf_counter()
+    with Pairs.open(path / "text.sqlite") as record:
+        stored = record.count("stored")
+        report("states", 0, stored, "pairs")
+
+        def advance(progress: Progress) -> None:
+            report("states", progress.pairs, stored, "pairs")
+
+        progress = write_states(model, lambda after: record.each("stored", after), path, tally, advance)
+        held_out = {"tune": record.count("tune"), "test": record.count("test")}
+    if not progress.entries:
+        raise InputError(f"{path}: no pair fits the model; {'; '.join(tally.lines()[1:])}")
+    seconds = time.perf_counter() - started
+    measured = {"seconds": round(seconds, 1), "held out": held_out, "tally": tally.lines()}
+    marks = {name: stores.mark_of(path / f"{name}.npy") for name in stores.ENTRY_FILES}
+    marks["text"] = stores.mark_of(path / "text.sqlite")
+    draft = draft.having(
+        "build", draft.options["build"], measured, entries=progress.entries, stored=stored, files=marks
+    )
+    stores.save_draft(path, draft)
+    return draft
+
+
+def train(
+    path: Path,
+    settings: AdapterSettings,
+    model: Model,
+    states_of: Path | None = None,
+    report: Report = silent,
+) -> Trained | None:
+    """Trains the adapter on this datastore's states, or on another's (the paper's out-of-domain setting).
+
+    None: it was trained with these settings before.
+    """
+    manifest = _begun(path, model)
+    asked = adapters.options(settings) | {"states of": None if states_of is None else str(states_of)}
+    if manifest.options.get("train") == asked and "adapter" in manifest.files:
+        return None
+    teacher = manifest if states_of is None else _begun(states_of, model)
+    home = path if states_of is None else states_of
+    states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
+    held_out = force_held_out(home, teacher, model, "tune")
+    report("train", 0, settings.steps, "steps")
+
+    def advance(step: Step) -> None:
+        note = f"steps, loss {step.loss:.3f}, retrieval accuracy@8 {step.accuracy:.3f} (best {step.best:.3f})"
+        report("train", step.step, settings.steps, note)
+
+    with stores.writing(path):
+        validate = validator(states, values, held_out, settings.seed)
+        checkpoint = path / "training.safetensors"
+        trained = adapters.train(states, values, settings, validate, checkpoint, advance)
+        file = stores.fresh(path, "adapter", "safetensors")
+        projections.save(Projection(trained.adapter), file)
+        best = max(trained.curve, key=lambda step: step.accuracy)
+        measured = {
+            "steps": trained.curve[-1].step,
+            "best step": best.step,
+            "retrieval accuracy@8 before": round(trained.curve[0].accuracy, 4),
+            "retrieval accuracy@8": round(best.accuracy, 4),
+            "seconds": round(trained.curve[-1].seconds, 1),
+            "share of sampling": round(trained.curve[-1].sampling, 3),
+            "seconds for all centres": round(trained.centre_seconds, 2),
+            "validated on": "held-out pairs" if held_out is not None else "its own entries",
+        }
+        stores.save_draft(
+            path,
+            manifest.having("train", asked, measured, files=manifest.files | {"adapter": stores.mark_of(file)}),
+        )
+        checkpoint.unlink(missing_ok=True)
+    return trained
+
+
+def validator(states: Any, values: Any, held_out: HeldOut | None, seed: int) -> Callable[[Adapter], float]:
+    """Retrieval accuracy@8 of held-out states among a random 50,000 entries, by exact search on PCA keys.
+
+    Where nothing is held out, 500 entries ask among the others.
+    """
+    rng = np.random.default_rng(seed)
+    rows = rng.permutation(len(values))[:VALIDATION_ENTRIES]
+    if held_out is None:
+        asked, rows = rows[: len(rows) // 2][:500], rows[len(rows) // 2 :]
+        queries, truth = torch.from_numpy(states[asked].astype(np.float32)), values[asked].astype(np.int64)
+    else:
+        some = torch.from_numpy(rng.permutation(len(held_out.truth))[:VALIDATION_QUERIES])
+        queries, truth = held_out.states[some], held_out.truth[some].numpy()
+    rows = np.sort(rows)
+    sample, sample_values = states[rows], values[rows].astype(np.int64)
+    k = min(8, len(sample))
+
+    def accuracy(adapter: Adapter) -> float:
+        projection = projections.fit(sample, adapter, min(128, adapter.width))
+        keys = np.concatenate(list(projection.keys(sample)))
+        near = indices.exact_search(keys, projection(queries).numpy(), k, inner=True)
+        return retrieval_accuracy(sample_values[near.ids], near.found, truth, [k])[k]
+
+    return accuracy
+
+
+def project(
+    path: Path,
+    model: Model,
+    vanilla: bool = False,
+    size: int | None = None,
+    centred: bool = True,
+    report: Report = silent,
+) -> Manifest:
+    """Turns the states into keys and indexes them; from here on the directory is a datastore.
+
+    `vanilla` is kNN-MT: the raw states, by squared L2. Otherwise the trained adapter, PCA to `size` and norm; where no
+    adapter was trained, PCA and norm alone.
+    """
+    manifest = _begun(path, model)
+    asked: dict[str, Any] = {"vanilla": vanilla, "size": size, "centred": centred}
+    asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
+    if manifest.options.get("project") == asked and "index" in manifest.files:
+        return manifest
+    held_out = force_held_out(path, manifest, model, "tune")
+    with stores.writing(path):
+        started = time.perf_counter()
+        projection = Projection()
+        if not vanilla:
+            adapter = None
+            if "adapter" in manifest.files:
+                adapter = projections.read(path / manifest.files["adapter"].name).adapter
+            width = manifest.width if adapter is None else adapter.width
+            chosen = size or min(128, width)
+            if chosen > width:
+                raise InputError(f"size {chosen} is more than the {width} dimensions there are; choose fewer")
+            projection = projections.fit(stores.array(path, manifest, "states"), adapter, chosen, centred)
+        files, index, measured = stores.from_states(
+            path,
+            manifest,
+            projection,
+            None if held_out is None else held_out.states,
+            lambda done: report("project", done, manifest.entries, "entries"),
+        )
+        if held_out is not None:
+            k = min(64, manifest.entries)
+            near = index.search(projection(held_out.states[:VALIDATION_QUERIES]).numpy(), k)
+            truth = held_out.truth[:VALIDATION_QUERIES].numpy()
+            values = stores.array(path, manifest, "values")[near.ids].astype(np.int64)
+            measured |= {
+                f"retrieval accuracy@{k}": round(accuracy, 4)
+                for k, accuracy in retrieval_accuracy(values, near.found, truth, KS).items()
+            }
+        measured["seconds"] = round(time.perf_counter() - started, 1)
+        marks = manifest.files | {name: stores.mark_of(file) for name, file in files.items()}
+        done = manifest.having("project", asked, measured, files=marks, mixing=_untuned(manifest, vanilla))
+        for notes in (done.options, done.measured):
+            notes.pop("tune", None)  # it was chosen for other keys
+        stores.commit(path, done)
+    return done
+
+
+def _untuned(manifest: Manifest, vanilla: bool) -> Mixing:
+    """Cautious settings for a datastore with nothing held out to tune on."""
+    k = min(8, manifest.entries)
+    if vanilla:
+        return Mixing(k, 10.0 * manifest.width / 1024, 0.5, scaled=False)  # the papers' T 10 is for D 1024
+    return Mixing(k, 0.05, 0.5, scaled=True)
+
+
+def tune(path: Path, model: Model, scaled: bool | None = None, report: Report = silent) -> Manifest:
+    """Chooses k, temperature and weight on the held-out pairs; None for `scaled` takes w* where keys allow it."""
+    manifest = stores.read_manifest(path)
+    stores.check_model(path, manifest, model)
+    held_out = force_held_out(path, manifest, model, "tune")
+    if held_out is None:
+        raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
+    with stores.writing(path), stores.open_datastore(path) as store:
+        started = time.perf_counter()
+        if scaled and not store.projection.normed:
+            raise InputError(f"{path}: w* needs similarities, and kNN-MT's raw states have distances; leave it out")
+        use = store.projection.normed if scaled is None else scaled
+        k = min(max(tuning.KS), store.entries)
+        neighbours = store.neighbours(store.project(held_out.states), k)
+        report("tune", 1, 2, "neighbours fetched")
+        tuned = tuning.tune(neighbours, held_out.log_p, held_out.truth, use)
+        measured = {
+            "log-likelihood of a token, base": round(tuned.base, 4),
+            "log-likelihood of a token": round(tuned.log_likelihood, 4),
+            "tokens": tuned.tokens,
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        done = manifest.having("tune", {"scaled": use}, measured, mixing=tuned.mixing)
+        stores.save_draft(path, done)
+        report("tune", 2, 2, "done")
+    return done
+
+
+def force_held_out(path: Path, manifest: Manifest, model: Model, role: str) -> HeldOut | None:
+    """The pairs of a held-out role, force-decoded; None where there are none."""
+    with Pairs.open(path / manifest.files["text"].name) as record:
+        pairs = [pair for _, pair in record.each("tune" if role == "tune" else "test")]
+    return force_pairs(model, [p.source for p in pairs], [p.target for p in pairs])
+
+
+def force_pairs(model: Model, sources: Sequence[str], targets: Sequence[str]) -> HeldOut | None:
+    """States, right tokens and log p_model of them for these segments; None where no segment fits the model."""
+    s, t = model.tokenise_sources(sources), model.tokenise_targets(targets)
+    fits = [i for i in range(len(s)) if max(len(s[i]), len(t[i])) < model.longest]
+    fits.sort(key=lambda i: len(t[i]))
+    states, truth, log_p = [], [], []
+    for start in range(0, len(fits), 16):
+        batch = fits[start : start + 16]
+        forced = model.force([s[i] for i in batch], [t[i] for i in batch], with_log_p=True)
+        assert forced.log_p is not None
+        right = torch.tensor([token for i in batch for token in t[i]])
+        states.append(forced.states.cpu())
+        truth.append(right)
+        log_p.append(forced.log_p.cpu().gather(1, right[:, None])[:, 0])
+    return HeldOut(torch.cat(states), torch.cat(truth), torch.cat(log_p)) if fits else None
+
+
+def verdict(path: Path, model: Model, decoding: Decoding = Decoding(), report: Report = silent) -> Verdict | None:  # noqa: B008 (frozen)
+    """Base against datastore on the held-out test pairs; None where none are held out."""
+    translator = Translator.open(path, model, decoding=decoding)
+    assert translator.datastore is not None
+    with translator.datastore as store:
+        pairs = [pair for _, pair in store.pairs.each("test")]
+        if not pairs:
+            return None
+        return judge(translator, [p.source for p in pairs], [p.target for p in pairs], report)
+
+
+def judge(translator: Translator, sources: list[str], references: list[str], report: Report = silent) -> Verdict:
+    """Base against datastore on any segments with references."""
+    report("evaluate", 0, 2, "systems")
+    base, base_seconds = timed(translator.base, sources)
+    report("evaluate", 1, 2, "systems")
+    ours, our_seconds = timed(translator, sources)
+    report("evaluate", 2, 2, "systems")
+    systems = {"base": [t.text for t in base], "datastore": [t.text for t in ours]}
+    return Verdict(compare(systems, references), our_seconds / base_seconds, base, ours, references)
+
+
+def accuracy_of(translator: Translator, sources: list[str], references: list[str]) -> dict[int, float]:
+    """Retrieval accuracy@k of the references' states in the translator's datastore."""
+    assert translator.datastore is not None
+    forced = force_pairs(translator.model, sources, references)
+    if forced is None:
+        raise InputError("no segment fits the model, so there is nothing to retrieve for")
+    k = min(max(KS), translator.datastore.entries)
+    near = translator.datastore.neighbours(translator.datastore.project(forced.states), k)
+    return retrieval_accuracy(near.values.numpy(), near.found.numpy(), forced.truth.numpy(), KS)
+
+
+def adapt(
+    path: Path,
+    files: Sequence[Path],
+    model: Model,
+    settings: AdapterSettings = AdapterSettings(),  # noqa: B008 (frozen)
+    vanilla: bool = False,
+    hold_out: int = 300,
+    seed: int = 0,
+    tally: Tally | None = None,
+    report: Report = silent,
+) -> Verdict | None:
+    """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
+    manifest = build(path, files, model, hold_out, seed, tally, report)
+    if not vanilla:
+        train(path, settings, model, report=report)
+    manifest = project(path, model, vanilla, report=report)
+    if manifest.measured["build"]["held out"]["tune"]:
+        tune(path, model, report=report)
+    return verdict(path, model, report=report)
+
+
+def _begun(path: Path, model: Model) -> Manifest:
+    manifest = stores.read_draft(path)
+    if manifest is None or "build" not in manifest.measured:
+        stores.read_manifest(path)  # says what is there and what is missing
+        raise DatastoreError(f"{path}: not force-decoded yet; run `clknn build` first")
+    stores.check_model(path, manifest, model)
+    return manifest
+
+
+def _file_mark(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise InputError(f"{file}: no such file; name a TMX, a TSV or two aligned text files")
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return {"name": file.name, "blake2b": digest}
+
+
+def _summary(options: dict[str, Any]) -> str:
+    return ", ".join(file["name"] for file in options["files"]) + f", hold_out {options['hold_out']}"

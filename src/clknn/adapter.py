@@ -1,0 +1,407 @@
+"""The contrastive adapter: the module, the samplers of anchors, positives and hard negatives, the loss, the training.
+
+In go states, their values and settings; out comes an `Adapter` under whose z the states of one value lie together and
+apart from those of the values most easily confused with it. It hides the class arithmetic that draws whole batches
+without a loop over anchors, the class centres that make hard negatives cheap, and checkpoints. The trade-off: centres
+go stale while the adapter moves; how often they are refreshed is a setting, and docs/log.md has what it costs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clknn.errors import InputError
+
+CHUNK = 16_384
+
+Halves = npt.NDArray[np.float16]
+Values = npt.NDArray[np.int32]
+
+
+class Adapter(torch.nn.Module):
+    """z = W2 ReLU(W1 h + b1) + b2, and with `skip` [D, E] also + h skip: the adapter then starts from h itself."""
+
+    def __init__(self, width_in: int, inner: int, width: int, skip: Tensor | None = None) -> None:
+        super().__init__()
+        self.width = width
+        self.skip: Tensor | None
+        self.inner = torch.nn.Linear(width_in, inner)
+        self.outer = torch.nn.Linear(inner, width)
+        self.register_buffer("skip", skip)
+        if skip is not None:
+            torch.nn.init.zeros_(self.outer.weight)
+            torch.nn.init.zeros_(self.outer.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        z: Tensor = self.outer(torch.relu(self.inner(states)))  # [R, E]
+        return z if self.skip is None else z + states @ self.skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"adapter.{name}": tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor]) -> Adapter | None:
+        """The adapter that `tensors()` wrote, or None where there is none among them."""
+        mine = {k.removeprefix("adapter."): v for k, v in tensors.items() if k.startswith("adapter.")}
+        if not mine:
+            return None
+        inner, width_in = mine["inner.weight"].shape
+        adapter = cls(width_in, inner, mine["outer.weight"].shape[0], mine.get("skip"))
+        adapter.load_state_dict(mine)
+        return adapter.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What the paper fixes, what it leaves open, and what we added. None: derived from D.
+
+    `PAPER` has the published values; docs/log.md has the measurements behind these.
+    """
+
+    inner: int | None = None  # d_f; None: 4 D
+    width: int | None = None  # d_o; None: D with residual, else D / 2
+    residual: bool = True  # start from the states themselves; the paper starts from nothing
+    positives: int = 2  # M
+    negatives: int = 4  # N
+    nearest: int = 128  # K, the class centres from whose classes the negatives come
+    shared: bool = True  # every other anchor's candidates are negatives too, unless of the anchor's class
+    temperature: float = 0.05  # T'
+    anchor_power: float = 1.0  # a class is drawn with probability count ** power: 1 is uniform over entries
+    refresh: int | None = 500  # steps between computations of the centres; None: once
+    centre_entries: int | None = 64  # entries of each class that make its centre; None: all
+    batch: int = 1024
+    steps: int = 1000
+    learning_rate: float = 1e-3
+    warmup: int = 50
+    weight_decay: float = 0.0
+    validate_every: int = 100
+    patience: int = 5  # validations without a better one before training stops
+    seed: int = 0
+
+
+PAPER = AdapterSettings(
+    residual=False,
+    negatives=32,
+    shared=False,
+    temperature=0.01,
+    refresh=None,
+    centre_entries=None,
+    batch=32,
+    steps=500_000,
+    learning_rate=3e-4,
+    warmup=4_000,
+    validate_every=5_000,
+    patience=20,
+)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Entries grouped by value: class c holds order[starts[c] : starts[c] + counts[c]]."""
+
+    order: Tensor  # [N] entry ids, class by class
+    starts: Tensor  # [C]
+    counts: Tensor  # [C]
+    of_entry: Tensor  # [N] the class of each entry
+    rank: Tensor  # [N] the place of each entry within its class
+
+    @classmethod
+    def of(cls, values: Values) -> Classes:
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        order = np.argsort(inverse, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        rank = np.empty(len(values), np.int64)
+        rank[order] = np.arange(len(values)) - np.repeat(starts, counts)
+        return cls(*(torch.from_numpy(a.astype(np.int64)) for a in (order, starts, counts, inverse, rank)))
+
+
+def draw_anchors(classes: Classes, n: int, power: float, rng: torch.Generator) -> Tensor:
+    """[n] entries of classes with at least two members; a class is drawn with probability count ** power."""
+    chance = torch.where(classes.counts > 1, classes.counts.double() ** power, 0.0)
+    c = torch.multinomial(chance, n, replacement=True, generator=rng)  # [n]
+    return _members(classes, c, rng)
+
+
+def draw_positives(classes: Classes, anchors: Tensor, m: int, rng: torch.Generator) -> Tensor:
+    """[B, m] other entries of each anchor's class, distinct where the class has m to give."""
+    c = classes.of_entry[anchors]  # [B]
+    others = _choose(classes.counts[c] - 1, m, rng)  # [B, m] places among the others
+    place = others + (others >= classes.rank[anchors][:, None])  # step over the anchor itself
+    return classes.order[classes.starts[c][:, None] + place]
+
+
+def draw_negatives(
+    classes: Classes, anchors: Tensor, z: Tensor, centres: Tensor, nearest: int, n: int, rng: torch.Generator
+) -> Tensor:
+    """[B, n] entries, one uniform from each of n classes among the `nearest` other classes' centres by cosine."""
+    similarity = torch.nn.functional.normalize(z, dim=-1) @ centres.T  # [B, C]; centres have length one
+    similarity.scatter_(1, classes.of_entry[anchors][:, None], -math.inf)
+    others = min(nearest, len(centres) - 1)
+    near = similarity.topk(others, sorted=False).indices  # [B, K]
+    sizes = torch.full((len(anchors),), others)
+    return _members(classes, near.gather(1, _choose(sizes, n, rng)), rng)
+
+
+def _members(classes: Classes, c: Tensor, rng: torch.Generator) -> Tensor:
+    """One uniform entry of each class asked for."""
+    place = (torch.rand(c.shape, generator=rng, dtype=torch.float64) * classes.counts[c]).long()
+    return classes.order[classes.starts[c] + place]
+
+
+def _choose(sizes: Tensor, m: int, rng: torch.Generator) -> Tensor:
+    """[B, m] numbers below sizes [B]: distinct (Floyd's algorithm) where size >= m, else drawn with replacement."""
+    chosen = torch.empty(len(sizes), m, dtype=torch.long)
+    for j in range(m):
+        top = sizes - m + j  # [B], at least 0 where size >= m
+        uniform = torch.rand(len(sizes), generator=rng, dtype=torch.float64)
+        drawn = (uniform * (top + 1)).long()
+        taken = (chosen[:, :j] == drawn[:, None]).any(1)
+        chosen[:, j] = torch.where(sizes >= m, torch.where(taken, top, drawn), (uniform * sizes).long())
+    return chosen
+
+
+@torch.inference_mode()
+def class_centres(
+    adapter: Adapter,
+    states: Halves,
+    classes: Classes,
+    per_class: int | None = None,
+    rng: torch.Generator | None = None,
+) -> Tensor:
+    """[C, E]: the mean z of each class, at length one, over all its entries or a random `per_class` of them."""
+    total = torch.zeros(len(classes.counts), adapter.width)
+    entries = torch.arange(len(states))
+    if per_class is not None:
+        sizes = classes.counts.clamp(max=per_class)
+        c = torch.arange(len(sizes)).repeat_interleave(sizes)
+        offset = (torch.rand(len(c), generator=rng, dtype=torch.float64) * classes.counts[c]).long()
+        within = torch.arange(len(c)) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        place = torch.where(classes.counts[c] <= per_class, within, offset)
+        entries = classes.order[classes.starts[c] + place].sort().values
+    for block in torch.split(entries, CHUNK):
+        total.index_add_(0, classes.of_entry[block], adapter(_states(states, block)))
+    return torch.nn.functional.normalize(total, dim=-1)
+
+
+def contrastive_loss(
+    anchors: Tensor, candidates: Tensor, positive: Tensor, negative: Tensor, temperature: float
+) -> Tensor:
+    """-log(sum over positives of exp s / sum over positives and negatives of exp s), s = cosine / temperature.
+
+    anchors [B, E], candidates [J, E]; positive and negative [B, J] say what each candidate is to each anchor. The sum
+    stands inside the logarithm, and the quotient is a difference of logsumexp: exp(1 / 0.01) overflows float32.
+    """
+    a, c = (torch.nn.functional.normalize(z.float(), dim=-1) for z in (anchors, candidates))
+    s = a @ c.T / temperature  # [B, J]
+    over_positives = torch.logsumexp(s.masked_fill(~positive, -math.inf), 1)  # [B]
+    over_all = torch.logsumexp(s.masked_fill(~(positive | negative), -math.inf), 1)
+    return (over_all - over_positives).mean()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What training reports at each validation."""
+
+    step: int
+    loss: float
+    accuracy: float
+    best: float
+    seconds: float
+    sampling: float  # share of the time
+
+
+@dataclass(frozen=True)
+class Trained:
+    adapter: Adapter
+    curve: list[Step]
+    centre_seconds: float  # one computation of the centres over all entries
+
+
+def trainable(values: Values) -> bool:
+    """Contrast needs two entries of one value, and one of another."""
+    _, counts = np.unique(values, return_counts=True)
+    return bool(len(counts) > 1 and counts.max() > 1)
+
+
+def train(
+    states: Halves,
+    values: Values,
+    settings: AdapterSettings,
+    validate: Callable[[Adapter], float],
+    checkpoint: Path | None = None,
+    advance: Callable[[Step], None] = lambda _: None,
+) -> Trained:
+    """Trains on entries (states [N, D], values [N]) and keeps the step that `validate` liked best.
+
+    With `checkpoint`, progress is saved there at each validation and taken up again from there.
+    """
+    if not trainable(values):
+        raise InputError(
+            "the adapter cannot train: no two entries share a value, or all share one; "
+            "use --method knn-mt, which needs no training"
+        )
+    classes = Classes.of(values)
+    run = _Run(_fresh_adapter(states.shape[1], settings), settings)
+    if checkpoint is not None and checkpoint.exists():
+        run.resume(checkpoint)
+    started = time.perf_counter()
+    centres = class_centres(run.adapter, states, classes)
+    centre_seconds = time.perf_counter() - started
+    if run.step == 0:
+        run.judge(validate(run.adapter), loss=math.nan)
+    while run.step < settings.steps and not run.stale():
+        # Every stretch between validations has a seed of its own, so that a resumed run draws what it would have.
+        rng = torch.Generator().manual_seed(settings.seed * 1_000_003 + run.step)
+        stretch = range(run.step, min(run.step + settings.validate_every, settings.steps))
+        losses = []
+        for step in stretch:
+            if settings.refresh is not None and step % settings.refresh == 0:
+                centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
+            losses.append(run.learn(states, classes, centres, step, rng))
+        run.step = stretch.stop
+        run.judge(validate(run.adapter), loss=float(np.mean(losses)))
+        advance(run.curve[-1])
+        if checkpoint is not None:
+            run.save(checkpoint)
+    return Trained(run.best_adapter(), run.curve, centre_seconds)
+
+
+class _Run:
+    """The moving parts of one training: weights, optimiser, the best weights so far."""
+
+    def __init__(self, adapter: Adapter, settings: AdapterSettings) -> None:
+        self.adapter, self.settings = adapter, settings
+        self.optimiser = torch.optim.AdamW(
+            adapter.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
+        self.step, self.curve = 0, list[Step]()
+        self.best = {name: tensor.clone() for name, tensor in adapter.tensors().items()}
+        self.spent, self.sampling = 0.0, 0.0
+
+    def learn(self, states: Halves, classes: Classes, centres: Tensor, step: int, rng: torch.Generator) -> float:
+        s, started = self.settings, time.perf_counter()
+        anchors = draw_anchors(classes, s.batch, s.anchor_power, rng)  # [B]
+        positives = draw_positives(classes, anchors, s.positives, rng)  # [B, M]
+        drawn = time.perf_counter()
+        z = self.adapter(_states(states, anchors))  # [B, E]
+        gone = time.perf_counter()
+        negatives = draw_negatives(classes, anchors, z.detach(), centres, s.nearest, s.negatives, rng)  # [B, N]
+        candidates = torch.cat([positives.flatten(), negatives.flatten()])  # [J]
+        positive, negative = _roles(classes, anchors, candidates, positives.numel(), s)
+        batch = _states(states, candidates)
+        self.sampling += time.perf_counter() - gone + drawn - started
+        loss = contrastive_loss(z, self.adapter(batch), positive, negative, s.temperature)
+        for group in self.optimiser.param_groups:
+            group["lr"] = s.learning_rate * _schedule(step, s)
+        self.optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), 1.0)
+        self.optimiser.step()
+        self.spent += time.perf_counter() - started
+        return loss.item()
+
+    def judge(self, accuracy: float, loss: float) -> None:
+        before = max((s.accuracy for s in self.curve), default=-1.0)
+        if accuracy > before:
+            self.best = {name: tensor.clone() for name, tensor in self.adapter.tensors().items()}
+        share = self.sampling / self.spent if self.spent else 0.0
+        self.curve.append(Step(self.step, loss, accuracy, max(accuracy, before), self.spent, share))
+
+    def stale(self) -> bool:
+        accuracies = [s.accuracy for s in self.curve]
+        return len(accuracies) - 1 - int(np.argmax(accuracies)) >= self.settings.patience
+
+    def best_adapter(self) -> Adapter:
+        adapter = Adapter.of(self.best)
+        assert adapter is not None
+        return adapter
+
+    def save(self, path: Path) -> None:
+        tensors = {f"now.{k}": v for k, v in self.adapter.tensors().items()}
+        tensors |= {f"best.{k}": v for k, v in self.best.items()}
+        for i, moments in self.optimiser.state_dict()["state"].items():
+            tensors |= {f"adam.{i}.{name}": torch.as_tensor(value) for name, value in moments.items()}
+        notes = {
+            "settings": asdict(self.settings),
+            "curve": [asdict(s) for s in self.curve],
+            "step": self.step,
+            "sampling": self.sampling,
+        }
+        new = path.with_name(path.name + ".new")
+        save_file({k: v.contiguous() for k, v in tensors.items()}, new, {"run": json.dumps(notes)})
+        new.rename(path)
+
+    def resume(self, path: Path) -> None:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
+            notes = json.loads(file.metadata()["run"])
+        # Training longer than before is the same training; anything else would be another.
+        if AdapterSettings(**notes["settings"]) != replace(self.settings, steps=notes["settings"]["steps"]):
+            raise InputError(f"{path}: a training with other settings is half-finished here; delete it to start over")
+        now = {k.removeprefix("now.adapter."): v for k, v in tensors.items() if k.startswith("now.")}
+        self.adapter.load_state_dict(now)
+        self.best = {k.removeprefix("best."): v for k, v in tensors.items() if k.startswith("best.")}
+        state: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            if key.startswith("adam."):
+                _, i, name = key.split(".")
+                state.setdefault(int(i), {})[name] = value
+        self.optimiser.load_state_dict({**self.optimiser.state_dict(), "state": state})
+        self.step, self.sampling = notes["step"], notes["sampling"]
+        self.curve = [Step(**s) for s in notes["curve"]]
+        self.spent = self.curve[-1].seconds
+
+
+def _roles(
+    classes: Classes, anchors: Tensor, candidates: Tensor, n_positive: int, s: AdapterSettings
+) -> tuple[Tensor, Tensor]:
+    """[B, J] twice: which candidates are positives and negatives of which anchors."""
+    row = torch.arange(len(anchors))[:, None]  # [B, 1]
+    of_row = torch.cat(  # [J]: the anchor that each candidate was drawn for
+        [row.expand(-1, s.positives).flatten(), row.expand(-1, s.negatives).flatten()]
+    )
+    own = of_row[None] == row  # [B, J]
+    drawn_as_positive = torch.arange(len(candidates)) < n_positive
+    positive = own & drawn_as_positive
+    if not s.shared:
+        return positive, own & ~drawn_as_positive
+    other_class = classes.of_entry[candidates][None] != classes.of_entry[anchors][:, None]
+    return positive, other_class
+
+
+def _schedule(step: int, s: AdapterSettings) -> float:
+    """Linear warm-up, then half a cosine down to a hundredth."""
+    if step < s.warmup:
+        return (step + 1) / s.warmup
+    done = (step - s.warmup) / max(1, s.steps - s.warmup)
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _fresh_adapter(width: int, s: AdapterSettings) -> Adapter:
+    torch.manual_seed(s.seed)
+    out = s.width or (width if s.residual else width // 2)
+    if s.residual and out != width:
+        raise InputError(f"a residual adapter keeps the state's width {width}; --width {out} needs --no-residual")
+    return Adapter(width, s.inner or 4 * width, out, torch.eye(width) if s.residual else None)
+
+
+def _states(states: Halves, entries: Tensor) -> Tensor:
+    return torch.from_numpy(states[entries.numpy()].astype(np.float32))  # [R, D]
+
+
+def options(settings: AdapterSettings) -> dict[str, Any]:
+    """For the manifest."""
+    return asdict(settings)

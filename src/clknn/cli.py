@@ -1,0 +1,509 @@
+"""The command line: flags in, one library call per command, text and an exit code out.
+
+Errors that a user can put right are one line on stderr and exit code 2; a bug is a traceback and 1; Ctrl-C says how to
+resume and exits 130. Nothing here knows how anything is done, and torch is imported only when a command runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from clknn.errors import DatastoreError, Error, InputError
+
+if TYPE_CHECKING:
+    from clknn.adaptation import Verdict
+    from clknn.adapter import AdapterSettings
+    from clknn.corpus import Tally
+    from clknn.datastore import Manifest
+    from clknn.evaluation import Comparison
+    from clknn.model import Decoding, Model
+    from clknn.translator import Translation, Translator
+
+app = typer.Typer(
+    help="Machine translation that learns a translation memory in minutes, without fine-tuning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Method(StrEnum):
+    clknn = "clknn"
+    knn_mt = "knn-mt"
+
+
+Files = Annotated[
+    list[Path], typer.Argument(help="One .tmx or .tsv file, or two aligned text files, source first; .gz allowed.")
+]
+Store = Annotated[Path, typer.Argument(help="The datastore's folder.")]
+ModelName = Annotated[str, typer.Option("--model", help="Checkpoint folder or hub name.")]
+OtherModel = Annotated[
+    str | None, typer.Option("--model", help="Where the model is now, if not where the datastore remembers it.")
+]
+Source = Annotated[str, typer.Option(help="Source language, as in the file: de, de-AT.")]
+Target = Annotated[str, typer.Option(help="Target language.")]
+Out = Annotated[Path, typer.Option(help="The folder to make the datastore in.")]
+HoldOut = Annotated[
+    int, typer.Option(help="Pairs held out for tuning, and as many again for the verdict; at most a twentieth each.")
+]
+Seed = Annotated[int, typer.Option(help="Decides what is held out and drawn.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit that would be skipped.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
+Dtype = Annotated[str, typer.Option(help="The model's precision: float32 or bfloat16.")]
+Prefix = Annotated[str | None, typer.Option(help="Text before each source, for T5; by default the checkpoint's own.")]
+MethodOption = Annotated[Method, typer.Option(help="clknn: trained keys. knn-mt: raw states, nothing to train.")]
+K = Annotated[int | None, typer.Option(help="Neighbours asked for, instead of the tuned number.")]
+Temperature = Annotated[float | None, typer.Option(help="Softness of p_knn, instead of the tuned one.")]
+Weight = Annotated[float | None, typer.Option(help="Share of p_knn from 0 (base model) to 1.")]
+Beam = Annotated[int, typer.Option(min=1, help="Beam width; 1 is greedy.")]
+LengthPenalty = Annotated[float, typer.Option(help="Exponent of the length that scores are divided by.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest translation, in tokens.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sentences decoded together.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from clknn import __version__
+
+        typer.echo(f"clknn {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def adapt(
+    files: Files,
+    model: ModelName,
+    source: Source,
+    target: Target,
+    out: Out,
+    method: MethodOption = Method.clknn,
+    steps: Annotated[int | None, typer.Option(help="Most training steps; it stops early when it can.")] = None,
+    hold_out: HoldOut = 300,
+    seed: Seed = 0,
+    strict: Strict = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    prefix: Prefix = None,
+) -> None:
+    """Make a datastore of a translation memory: build, train, project and tune, then the verdict."""
+    from clknn import adaptation
+    from clknn.corpus import Tally
+
+    tally = Tally(strict=strict)
+    with _Progress() as report:
+        loaded = _load(model, source, target, device, dtype, prefix)
+        settings = _settings(steps=steps, seed=seed)
+        verdict = adaptation.adapt(out, files, loaded, settings, method is Method.knn_mt, hold_out, seed, tally, report)
+    _say_tally(tally)
+    _say_verdict(out, verdict)
+
+
+@app.command()
+def build(
+    files: Files,
+    model: ModelName,
+    source: Source,
+    target: Target,
+    out: Out,
+    hold_out: HoldOut = 300,
+    seed: Seed = 0,
+    strict: Strict = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    prefix: Prefix = None,
+) -> None:
+    """Stage 1: read pairs, hold some out, force-decode the rest into entries."""
+    from clknn import adaptation
+    from clknn.corpus import Tally
+
+    tally = Tally(strict=strict)
+    with _Progress() as report:
+        loaded = _load(model, source, target, device, dtype, prefix)
+        manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report)
+    _say_tally(tally)
+    typer.echo(f"{out}: {manifest.entries:,} entries of {manifest.stored:,} pairs; next: clknn train {out}")
+
+
+@app.command()
+def train(
+    store: Store,
+    model: OtherModel = None,
+    states_of: Annotated[Path | None, typer.Option(help="Train on another datastore's states.")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="Start from the published settings.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Most training steps.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Anchors in a step.")] = None,
+    positives: Annotated[int | None, typer.Option(help="M, positives of an anchor.")] = None,
+    negatives: Annotated[int | None, typer.Option(help="N, hard negatives of an anchor.")] = None,
+    nearest: Annotated[int | None, typer.Option(help="K, class centres that negatives come from.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="T' of the loss.")] = None,
+    inner: Annotated[int | None, typer.Option(help="d_f, width of the hidden layer.")] = None,
+    width: Annotated[int | None, typer.Option(help="d_o, width of the output.")] = None,
+    residual: Annotated[bool | None, typer.Option(help="Start from the states themselves.")] = None,
+    shared: Annotated[bool | None, typer.Option(help="Other anchors' candidates are negatives too.")] = None,
+    anchor_power: Annotated[
+        float | None, typer.Option(help="Classes are drawn by count to this power; 1: uniform over entries.")
+    ] = None,
+    refresh: Annotated[int | None, typer.Option(help="Steps between centre computations; 0: once.")] = None,
+    centre_entries: Annotated[int | None, typer.Option(help="Entries of a class that make its centre; 0: all.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Largest learning rate.")] = None,
+    validate_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
+    patience: Annotated[int | None, typer.Option(help="Validations without a better one before it stops.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Stage 2: train the adapter by supervised contrastive learning."""
+    from clknn import adaptation
+
+    with _Progress() as report:
+        loaded = _model_of(store, model)
+        settings = _settings(
+            paper, steps=steps, batch=batch, positives=positives, negatives=negatives, nearest=nearest,
+            temperature=temperature, inner=inner, width=width, residual=residual, shared=shared,
+            anchor_power=anchor_power, learning_rate=learning_rate, validate_every=validate_every,
+            patience=patience, seed=seed,
+        )  # fmt: skip
+        if refresh is not None:
+            settings = replace(settings, refresh=refresh or None)
+        if centre_entries is not None:
+            settings = replace(settings, centre_entries=centre_entries or None)
+        trained = adaptation.train(store, settings, loaded, states_of, report)
+    if trained is None:
+        typer.echo(f"{store}: trained with these settings before; next: clknn project {store}")
+        return
+    best = max(trained.curve, key=lambda step: step.accuracy)
+    typer.echo(
+        f"{store}: retrieval accuracy@8 {trained.curve[0].accuracy:.3f} → {best.accuracy:.3f} at step {best.step}; "
+        f"next: clknn project {store}"
+    )
+
+
+@app.command()
+def project(
+    store: Store,
+    model: OtherModel = None,
+    method: MethodOption = Method.clknn,
+    size: Annotated[int | None, typer.Option(help="Dimensions kept by PCA; by default 128 at most.")] = None,
+    centred: Annotated[bool, typer.Option(help="Subtract the mean before PCA.")] = True,
+) -> None:
+    """Stage 3: turn states into keys and index them."""
+    from clknn import adaptation
+
+    with _Progress() as report:
+        manifest = adaptation.project(store, _model_of(store, model), method is Method.knn_mt, size, centred, report)
+    measured = manifest.measured["project"]
+    typer.echo(f"{store}: {measured['index']}; next: clknn tune {store}")
+
+
+@app.command()
+def tune(
+    store: Store,
+    model: OtherModel = None,
+    scaled: Annotated[
+        bool | None, typer.Option("--scaled/--fixed", help="w* = weight x confidence, or the weight as it is.")
+    ] = None,
+) -> None:
+    """Stage 4: choose k, temperature and weight on the held-out pairs."""
+    from clknn import adaptation
+
+    with _Progress() as report:
+        manifest = adaptation.tune(store, _model_of(store, model), scaled, report)
+    typer.echo(f"{store}: {_mixing_line(manifest)}")
+
+
+@app.command()
+def translate(
+    store: Annotated[Path, typer.Option(help="The datastore's folder.")],
+    model: OtherModel = None,
+    k: K = None,
+    temperature: Temperature = None,
+    weight: Weight = None,
+    beam: Beam = 5,
+    length_penalty: LengthPenalty = 1.0,
+    max_new_tokens: MaxNewTokens = 256,
+    batch: Batch = 32,
+    evidence: Annotated[bool, typer.Option("--evidence", help="Write JSON lines with each word's evidence.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+) -> None:
+    """Translate standard input to standard output, one line to one line."""
+    from clknn.model import Decoding
+
+    decoding = Decoding(beam, length_penalty, max_new_tokens)
+    translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
+    line = 0
+    for block in _lines_as_they_come(sys.stdin.fileno()):
+        try:
+            translations = translator.translate(block, evidence, batch)
+        except InputError as error:
+            raise InputError(f"standard input, from line {line + 1}: {error}") from error
+        line += len(block)
+        for translation in translations:
+            text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
+            sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+@app.command()
+def evaluate(
+    store: Annotated[Path, typer.Option(help="The datastore's folder.")],
+    files: Annotated[list[Path] | None, typer.Argument(help="Pairs to test on; without any, those held out.")] = None,
+    model: OtherModel = None,
+    k: K = None,
+    temperature: Temperature = None,
+    weight: Weight = None,
+    beam: Beam = 5,
+    length_penalty: LengthPenalty = 1.0,
+    max_new_tokens: MaxNewTokens = 256,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+) -> None:
+    """Base model against datastore: BLEU and chrF with significance, and retrieval accuracy."""
+    from clknn import adaptation
+    from clknn.corpus import Tally, read_pairs
+    from clknn.model import Decoding
+
+    decoding = Decoding(beam, length_penalty, max_new_tokens)
+    with _Progress() as report:
+        translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
+        opened = translator.datastore
+        assert opened is not None
+        tally = Tally()
+        manifest = opened.manifest
+        if files:
+            pairs = list(read_pairs(files, manifest.source_language, manifest.target_language, tally))
+        else:
+            pairs = [pair for _, pair in opened.pairs.each("test")]
+        if not pairs:
+            raise InputError(f"{store}: no pairs to test on; name a file of them")
+        sources, references = [p.source for p in pairs], [p.target for p in pairs]
+        result = adaptation.judge(translator, sources, references, report)
+        accuracy = adaptation.accuracy_of(translator, sources, references)
+    if as_json:
+        scores = asdict(result.comparison) | {"slowdown": result.slowdown, "retrieval_accuracy": accuracy}
+        typer.echo(json.dumps(scores, ensure_ascii=False))
+        return
+    _say_tally(tally)
+    _say_comparison(result.comparison)
+    typer.echo("retrieval accuracy " + "  ".join(f"@{k} {a:.3f}" for k, a in accuracy.items()))
+    typer.echo(result.sentence())
+
+
+@app.command()
+def inspect(
+    store: Store,
+    verify: Annotated[bool, typer.Option("--verify", help="Also check every file against its checksum.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What is in a datastore, every option it was made with, and its health."""
+    from clknn import datastore
+
+    manifest = datastore.read_manifest(store)
+    if as_json:
+        typer.echo(json.dumps(asdict(manifest), ensure_ascii=False))
+    else:
+        _say_manifest(store, manifest)
+    with datastore.open_datastore(store):
+        pass
+    wrong = datastore.verify(store) if verify else []
+    if wrong:
+        raise DatastoreError("; ".join(wrong))
+    if not as_json:
+        typer.echo("health: every checksum holds" if verify else "health: opens; --verify checks every byte")
+
+
+def main() -> None:
+    """The entry point: exit codes and the one-line errors live here."""
+    try:
+        app()
+    except Error as error:
+        err.print(f"clknn: {error}", markup=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("clknn: interrupted; run the same command again, and it resumes where it was")
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+# -- what commands share ----------------------------------------------------------------------------------------------
+
+
+def _load(name: str, source: str, target: str, device: str, dtype: str, prefix: str | None) -> Model:
+    from clknn import model
+
+    return model.load(name, source, target, device, dtype, prefix)
+
+
+def _model_of(store: Path, name: str | None, device: str = "cpu", dtype: str = "float32") -> Model:
+    from clknn import datastore
+
+    manifest = datastore.read_draft(store)
+    if manifest is None:
+        manifest = datastore.read_manifest(store)
+    languages = manifest.source_language, manifest.target_language
+    return _load(name or manifest.model, *languages, device, dtype, manifest.prefix)
+
+
+def _translator(store: Path, name: str | None, decoding: Decoding, device: str, dtype: str) -> Translator:
+    from clknn import datastore
+    from clknn.translator import Translator
+
+    datastore.read_manifest(store)
+    return Translator.open(store, _model_of(store, name, device, dtype), decoding=decoding)
+
+
+def _settings(paper: bool = False, **given: Any) -> AdapterSettings:
+    from clknn.adapter import PAPER, AdapterSettings
+
+    base = PAPER if paper else AdapterSettings()
+    return replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
+def _lines_as_they_come(descriptor: int) -> Iterator[list[str]]:
+    """Blocks of the lines that have arrived, so that a person typing waits for one line and a file fills batches."""
+    rest, number = b"", 0
+    while chunk := os.read(descriptor, 1 << 16):
+        *lines, rest = (rest + chunk).split(b"\n")
+        for start in range(0, len(lines), 256):
+            yield [_text(line, number + start + i) for i, line in enumerate(lines[start : start + 256])]
+        number += len(lines)
+    if rest:
+        yield [_text(rest, number)]
+
+
+def _text(line: bytes, number: int) -> str:
+    try:
+        return line.decode("utf8").rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"standard input:{number + 1}: byte {error.start + 1} is not UTF-8; convert it first (iconv -t utf-8)"
+        ) from error
+
+
+def _evidence(translation: Translation) -> dict[str, Any]:
+    words = []
+    for word in translation.words or []:
+        support = [
+            {
+                "share": round(s.share, 4),
+                "nearness": round(s.nearness, 4),
+                "pair": s.pair_id,
+                "position": s.position,
+                "source": s.pair.source,
+                "target": s.pair.target,
+                "file": s.pair.origin.file,
+                "unit": s.pair.origin.unit,
+                "line": s.pair.origin.line,
+            }
+            for s in word.support
+        ]
+        words.append(
+            {
+                "word": word.text,
+                "retrieved": round(word.retrieved, 4),
+                "p_model": round(word.p_model, 4),
+                "support": support,
+            }
+        )
+    return {"source": translation.source, "translation": translation.text, "words": words}
+
+
+def _say_tally(tally: Tally) -> None:
+    for line in tally.lines() if tally.read else []:
+        err.print(line, markup=False)
+
+
+def _say_verdict(store: Path, verdict: Verdict | None) -> None:
+    if verdict is None:
+        typer.echo(f"{store}: ready; too few pairs to hold any out, so there is no verdict")
+        return
+    _say_comparison(verdict.comparison)
+    typer.echo(verdict.sentence())
+
+
+def _say_comparison(comparison: Comparison) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "BLEU", "p", "chrF2", "p", "brevity"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, score in comparison.scores.items():
+        p = ["" if p is None else f"{p:.3f}" for p in (score.p_bleu, score.p_chrf)]
+        table.add_row(name, f"{score.bleu:.1f}", p[0], f"{score.chrf:.1f}", p[1], f"{score.brevity_penalty:.3f}")
+    out.print(table)
+    typer.echo(f"{comparison.segments:,} segments; BLEU {comparison.bleu_signature}; chrF2 {comparison.chrf_signature}")
+
+
+def _mixing_line(manifest: Manifest) -> str:
+    mixing = manifest.mixing
+    if mixing is None:
+        return "not tuned"
+    kind = "w*, scaled by confidence" if mixing.scaled else "fixed"
+    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind})"
+
+
+def _say_manifest(store: Path, manifest: Manifest) -> None:
+    say = typer.echo
+    say(f"{store}: {manifest.entries:,} entries of {manifest.stored:,} pairs")
+    say(f"languages: {manifest.source_language} → {manifest.target_language}")
+    say(f"model: {manifest.model} (fingerprint {manifest.fingerprint}), width {manifest.width}")
+    say(f"state: {manifest.state}")
+    say(f"mixing: {_mixing_line(manifest)}")
+    say(f"on disk: {sum(mark.bytes for mark in manifest.files.values()) / 1e6:,.1f} MB, format {manifest.format}")
+    for stage in ("build", "train", "project", "tune"):
+        if stage in manifest.options:
+            say(f"{stage}:")
+            for name, value in (manifest.options[stage] | manifest.measured[stage]).items():
+                say(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
+
+
+class _Progress:
+    """A bar on a terminal; elsewhere a line at each stage's beginning and every tenth of it."""
+
+    def __init__(self) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description:>8}"),
+            BarColumn(30),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=err,
+            disable=not err.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, float] = {}
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Progress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, stage: str, done: float, total: float, note: str = "") -> None:
+        if err.is_terminal:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bars.add_task(stage, total=total or None, note=note)
+            self._bars.update(self._tasks[stage], completed=done, note=note)
+            return
+        before = self._said.get(stage)
+        if before is None or (total and done - before >= total / 10) or (total and done >= total > before):
+            self._said[stage] = done
+            seconds = time.monotonic() - self._started
+            err.print(f"[{seconds:6.1f} s] {stage}: {done:,.0f}/{total:,.0f} {note}", markup=False)

@@ -1,0 +1,405 @@
+"""The datastore directory: manifest, pairs, entries, projection, index. Opened, asked for neighbours, changed, checked.
+
+Every file that a manifest names is never written again: a change writes files under new names, then the manifest by
+rename, which is the one moment at which the change happens; what no manifest names is swept away afterwards. No
+manifest, no datastore: a build that was killed has only `draft.json`, and the same command takes it up again. The
+trade-off: adding or removing pairs copies the entry arrays, one second for each GB, in exchange for having no state in
+which a reader could see half of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import re
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from clknn import index as indices
+from clknn import projection as projections
+from clknn.corpus import Pair, Pairs, Tally
+from clknn.errors import DatastoreError, InputError, ModelError
+from clknn.index import Index
+from clknn.mixing import Mixing, Neighbours
+from clknn.model import Model
+from clknn.projection import Projection
+from clknn.states import WINDOW, GrowingArray, force_decode, write_atomically
+
+FORMAT = 1
+ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
+_OURS = re.compile(r"(states|values|pairs|positions|keys|adapter|projection|index|text)(\.\d+)?\.\w+")
+
+
+@dataclass(frozen=True)
+class FileMark:
+    name: str
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a datastore is. `options` and `measured` hold, per stage, what was asked for and what came of it."""
+
+    model: str
+    fingerprint: str
+    source_language: str
+    target_language: str
+    prefix: str
+    state: str
+    width: int
+    entries: int = 0
+    stored: int = 0
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    mixing: Mixing | None = None
+    files: dict[str, FileMark] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def having(self, stage: str, options: dict[str, Any], measured: dict[str, Any], **changes: Any) -> Manifest:
+        """This manifest after a stage."""
+        return replace(
+            self,
+            options=self.options | {stage: options},
+            measured=self.measured | {stage: measured},
+            **changes,
+        )
+
+
+class Retriever(Protocol):
+    """Where neighbours come from: faiss in this process today, a cluster for those who outgrow one machine."""
+
+    @property
+    def entries(self) -> int: ...
+
+    def project(self, states: Tensor) -> Tensor: ...
+
+    def neighbours(self, queries: Tensor, k: int) -> Neighbours: ...
+
+
+@dataclass(frozen=True)
+class Datastore:
+    """An open datastore. Arrays are memory-mapped: opening costs no more than reading the index."""
+
+    path: Path
+    manifest: Manifest
+    projection: Projection
+    index: Index
+    values: npt.NDArray[np.int32]
+    pair_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    pairs: Pairs
+
+    @property
+    def entries(self) -> int:
+        return len(self.values)
+
+    def project(self, states: Tensor) -> Tensor:
+        return self.projection(states.float().cpu())
+
+    def neighbours(self, queries: Tensor, k: int) -> Neighbours:
+        """The k nearest entries of each query [R, P]."""
+        if k > self.entries:
+            raise InputError(f"k is {k} and {self.path} has {self.entries} entries; ask for fewer")
+        near = self.index.search(queries.numpy(), k)
+        ids = torch.from_numpy(near.ids)  # [R, K]
+        values = torch.from_numpy(self.values[near.ids].astype(np.int64))
+        found = torch.from_numpy(near.found)
+        nearness = torch.from_numpy(near.nearness)
+        if self.index.inner:
+            return Neighbours(ids, values, found, similarity=nearness)
+        return Neighbours(ids, values, found, distance=nearness)
+
+    def close(self) -> None:
+        self.pairs.close()
+
+    def __enter__(self) -> Datastore:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a finished datastore, or the reason why there is none."""
+    if not path.is_dir():
+        raise DatastoreError(f"{path}: no datastore is here; make one with `clknn adapt FILE --out {path}`")
+    if not (path / "manifest.json").exists():
+        if (path / "draft.json").exists():
+            raise DatastoreError(f"{path}: half-built ({_how_far(path)}); run the command that built it again")
+        raise DatastoreError(f"{path}: a folder without manifest.json is no datastore; make one with `clknn adapt`")
+    return _parse(path / "manifest.json")
+
+
+def read_draft(path: Path) -> Manifest | None:
+    """The newest manifest, finished or not; None where nothing was begun."""
+    for name in ("manifest.json", "draft.json"):
+        if (path / name).exists():
+            return _parse(path / name)
+    return None
+
+
+def _parse(file: Path) -> Manifest:
+    try:
+        raw = json.loads(file.read_text(encoding="utf8"))
+        if raw["format"] != FORMAT:
+            raise DatastoreError(
+                f"{file}: format version {raw['format']}, and this clknn reads version {FORMAT}; build it again "
+                "or use the clknn that built it"
+            )
+        raw["files"] = {name: FileMark(**mark) for name, mark in raw["files"].items()}
+        raw["mixing"] = None if raw["mixing"] is None else Mixing(**raw["mixing"])
+        return Manifest(**raw)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DatastoreError(f"{file}: damaged ({type(error).__name__}: {error}); build the datastore again") from error
+
+
+def _how_far(path: Path) -> str:
+    draft, mark = _parse(path / "draft.json"), path / "progress.json"
+    if "build" in draft.measured:
+        return f"{draft.entries:,} entries force-decoded, not yet projected"
+    done = json.loads(mark.read_text())["pairs"] if mark.exists() else 0
+    return f"{done:,} pairs force-decoded"
+
+
+def check_model(path: Path, manifest: Manifest, model: Model) -> None:
+    """A datastore speaks only to the model, tokenizer and layer whose states it holds."""
+    if (model.fingerprint, model.state_definition) != (manifest.fingerprint, manifest.state):
+        raise DatastoreError(
+            f"{path} was built with {manifest.model} (fingerprint {manifest.fingerprint}, state: {manifest.state}), "
+            f"and this is {model.name} (fingerprint {model.fingerprint}, state: {model.state_definition}); "
+            "use that model, or build again with this one"
+        )
+
+
+def open_datastore(path: Path, model: Model | None = None) -> Datastore:
+    """Opens a finished datastore for reading; with `model`, only if it was built with that model."""
+    manifest = read_manifest(path)
+    if model is not None:
+        check_model(path, manifest, model)
+    for mark in manifest.files.values():
+        file = path / mark.name
+        if not file.exists() or file.stat().st_size != mark.bytes:
+            found = f"{file.stat().st_size:,} bytes" if file.exists() else "nothing"
+            raise DatastoreError(f"{file}: {found} where the manifest has {mark.bytes:,}; restore it, or build again")
+    arrays = {name: array(path, manifest, name) for name in ("keys", "values", "pairs", "positions")}
+    projection = projections.read(path / manifest.files["projection"].name)
+    index = indices.read(path / manifest.files["index"].name, arrays["keys"], projection.normed)
+    pairs = Pairs.open(path / manifest.files["text"].name)
+    return Datastore(path, manifest, projection, index, arrays["values"], arrays["pairs"], arrays["positions"], pairs)
+
+
+def array(path: Path, manifest: Manifest, name: str) -> npt.NDArray[Any]:
+    """One of the entry arrays, memory-mapped."""
+    file = path / manifest.files[name].name
+    try:
+        mapped: npt.NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise DatastoreError(f"{file}: not the array it should be ({error}); build the datastore again") from error
+    if len(mapped) != manifest.entries:
+        raise DatastoreError(f"{file}: {len(mapped):,} rows, and the manifest has {manifest.entries:,} entries")
+    return mapped
+
+
+def fresh(path: Path, name: str, suffix: str) -> Path:
+    """A file name that no manifest has named yet."""
+    revision = 0
+    while (file := path / (f"{name}.{revision}.{suffix}" if revision else f"{name}.{suffix}")).exists():
+        revision += 1
+    return file
+
+
+def mark_of(file: Path) -> FileMark:
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return FileMark(file.name, file.stat().st_size, digest)
+
+
+def save_draft(path: Path, manifest: Manifest) -> None:
+    """Notes a stage's outcome: in the manifest of a finished datastore, else in the draft."""
+    name = "manifest.json" if (path / "manifest.json").exists() else "draft.json"
+    write_atomically(path / name, _text(manifest))
+
+
+def commit(path: Path, manifest: Manifest) -> None:
+    """From here on the datastore is what `manifest` says; files that it does not name go."""
+    write_atomically(path / "manifest.json", _text(manifest))
+    named = {mark.name for mark in manifest.files.values()}
+    for file in path.iterdir():
+        leftover = _OURS.fullmatch(file.name) and file.name not in named
+        if leftover or file.name in ("draft.json", "progress.json"):
+            file.unlink()
+
+
+def _text(manifest: Manifest) -> str:
+    return json.dumps(asdict(manifest), indent=1, ensure_ascii=False) + "\n"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """One writer at a time; a full disk is reported with what to do, and leaves what was committed."""
+    with (path / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DatastoreError(f"{path}: another clknn is writing to it; wait until it is done") from None
+        try:
+            yield
+        except (OSError, sqlite3.OperationalError, RuntimeError) as error:
+            full = getattr(error, "errno", None) == errno.ENOSPC
+            if not full and "No space left" not in str(error) and "disk is full" not in str(error):
+                raise
+            free = shutil.disk_usage(path).free // 1_000_000
+            raise DatastoreError(
+                f"{path}: the disk is full ({free:,} MB left); free {_still_needed(path)} there "
+                "and run the same command again: what was done is kept"
+            ) from error
+
+
+def _still_needed(path: Path) -> str:
+    """What states, keys and index of the pairs not yet force-decoded will take, going by those that are."""
+    draft, mark = read_draft(path), path / "progress.json"
+    done = json.loads(mark.read_text()) if mark.exists() else {"pairs": 0}
+    if draft is None or not done["pairs"]:
+        return "some space"
+    with Pairs.open(path / "text.sqlite") as pairs:
+        left = pairs.count("stored") - done["pairs"]
+    per_entry = 2 * draft.width + 12 + 3 * min(128, draft.width)
+    entries = done["entries"] * (1 + left / done["pairs"])
+    needed = entries * per_entry - done["entries"] * (2 * draft.width + 12)
+    return f"about {max(1, round(needed / 1e6)):,} MB"
+
+
+# -- changing a finished datastore ------------------------------------------------------------------------------------
+
+
+def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = None) -> range:
+    """Adds pairs, projected as the others were; gives their ids. Pairs already there are not stored again."""
+    tally = tally or Tally()
+    with writing(path), open_datastore(path, model) as store:
+        text = fresh(path, "text", "sqlite")
+        shutil.copyfile(path / store.manifest.files["text"].name, text)
+        with Pairs.open(text, write=True) as record:
+            ids = record.add(pairs, tally)
+            grown = {name: _copied(store, name) for name in (*ENTRY_FILES, "keys")}
+            stream = islice(record.each("stored", after=ids.start - 1), len(ids))
+            while window := list(islice(stream, WINDOW)):
+                block = force_decode(model, window, tally)
+                for name in ENTRY_FILES:
+                    grown[name][1].append(getattr(block, name))
+                for keys in store.projection.keys(block.states):
+                    grown["keys"][1].append(keys)
+            stored = record.count("stored")
+        _finish(store, text, {n: f for n, (f, _) in grown.items()}, [a for _, a in grown.values()], stored, True)
+    return ids
+
+
+def remove(path: Path, ids: Sequence[int]) -> int:
+    """Forgets pairs and all their entries, as if they had never been there; gives how many pairs there were."""
+    with writing(path), open_datastore(path) as store:
+        text = fresh(path, "text", "sqlite")
+        shutil.copyfile(path / store.manifest.files["text"].name, text)
+        with Pairs.open(text, write=True) as record:
+            removed = record.remove(ids)
+            stored = record.count("stored")
+        if not stored:
+            text.unlink()
+            raise InputError(f"{path}: this would remove every pair; delete the folder instead")
+        kept = np.flatnonzero(~np.isin(store.pair_ids, np.fromiter(ids, np.int64)))
+        files, arrays = {}, []
+        for name in (*ENTRY_FILES, "keys"):
+            old = array(path, store.manifest, name)
+            files[name] = fresh(path, name, "npy")
+            new = GrowingArray(files[name], old.dtype, old.shape[1] if old.ndim > 1 else None, 0)
+            for rows in np.array_split(kept, len(kept) // 100_000 + 1):
+                new.append(old[rows])
+            arrays.append(new)
+        _finish(store, text, files, arrays, stored, False)
+    return removed
+
+
+def _copied(store: Datastore, name: str) -> tuple[Path, GrowingArray]:
+    old = array(store.path, store.manifest, name)
+    file = fresh(store.path, name, "npy")
+    shutil.copyfile(store.path / store.manifest.files[name].name, file)
+    return file, GrowingArray(file, old.dtype, old.shape[1] if old.ndim > 1 else None, len(old))
+
+
+def _finish(
+    store: Datastore, text: Path, files: dict[str, Path], arrays: list[GrowingArray], stored: int, grown: bool
+) -> None:
+    """Indexes the new keys and commits; the old files stay until the new manifest stands."""
+    for new in arrays:
+        new.close()
+    keys = np.load(files["keys"], mmap_mode="r")
+    index = indices.extended(store.index, keys) if grown else indices.refilled(store.index, keys)
+    files |= {"text": text, "index": fresh(store.path, "index", "faiss")}
+    indices.save(index, files["index"])
+    marks = store.manifest.files | {name: mark_of(file) for name, file in files.items()}
+    commit(store.path, replace(store.manifest, entries=len(keys), stored=stored, files=marks))
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a datastore, a sentence each: checksums, counts, and values the model could not produce."""
+    manifest = read_manifest(path)
+    wrong = [
+        f"{path / mark.name}: its checksum is not the manifest's; restore it, or build again"
+        for mark in manifest.files.values()
+        if not (path / mark.name).exists() or mark_of(path / mark.name) != mark
+    ]
+    if wrong:
+        return wrong
+    with open_datastore(path) as store:
+        entries_of, stored = set(np.unique(store.pair_ids).tolist()), store.pairs.count("stored")
+        strangers = entries_of - {i for i, _ in store.pairs.each("stored")}
+        if strangers:
+            wrong.append(f"{path}: {len(strangers)} pairs have entries and no text; build again")
+        if stored != manifest.stored:
+            wrong.append(f"{path}: {stored} pairs stored, and the manifest has {manifest.stored}")
+    return wrong
+
+
+def from_states(
+    path: Path, manifest: Manifest, projection: Projection, queries: Tensor | None, advance: Callable[[int], None]
+) -> tuple[dict[str, Path], Index, dict[str, Any]]:
+    """Keys and index of a datastore's states, written under fresh names: the files, the index, what it measures.
+
+    `queries` are states the datastore does not hold; without any, stored states stand in for them.
+    """
+    states = array(path, manifest, "states")
+    if not manifest.entries:
+        raise DatastoreError(f"{path}: it has no entries; every pair was skipped, so there is nothing to retrieve")
+    files = {"keys": fresh(path, "keys", "npy")}
+    keys = GrowingArray(files["keys"], np.float16, projection.width(manifest.width), 0)
+    for block in projection.keys(states):
+        if not np.isfinite(block).all():
+            raise ModelError("keys leave float16's range; this model's states cannot be searched as they are")
+        keys.append(block)
+        advance(keys.rows)
+    keys.close()
+    stored_keys = np.load(files["keys"], mmap_mode="r")
+    if queries is None:
+        rows = np.random.default_rng(0).permutation(manifest.entries)[:500]
+        asked = np.asarray(stored_keys[np.sort(rows)], np.float32)
+    else:
+        asked = projection(queries[:500]).numpy()
+    index = indices.build(stored_keys, projection.normed, asked)
+    files |= {"projection": fresh(path, "projection", "safetensors"), "index": fresh(path, "index", "faiss")}
+    projections.save(projection, files["projection"])
+    indices.save(index, files["index"])
+    k = min(indices.RECALL_AT, manifest.entries)
+    reached = indices.recall(index.search(asked, k), indices.exact_search(stored_keys, asked, k, projection.normed))
+    return files, index, {f"recall@{k}": round(reached, 4), "index": index.description}

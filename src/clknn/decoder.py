@@ -1,0 +1,101 @@
+"""Decoding with a mix at each step: tokenised sources in, hypotheses with their evidence out.
+
+The model generates; at each step its states become queries, their neighbours become p_knn, and p_mix takes the place
+of p_model. The neighbours seen at each (step, row) are kept while decoding where evidence is wanted, and those of the
+winning hypothesis are found again through its cells. The trade-off: retrieval answers for every row of the beam,
+finished ones included, because `generate` keeps them; evidence costs K numbers for each of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clknn.datastore import Retriever
+from clknn.mixing import Mixing, Neighbours, kernel, mix, p_knn, weights
+from clknn.model import Decoding, Mix, Model, Tokens
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A neighbour whose value is the token produced, and the share of p_mix that it gave."""
+
+    entry: int
+    share: float
+    nearness: float  # similarity, or squared L2 distance where the datastore has distances
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Why one token was produced: p_mix of it = (1 - weight) p_model + the votes' shares."""
+
+    token: int
+    weight: float
+    p_model: float
+    p_mix: float
+    votes: list[Vote]
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    tokens: Tokens
+    evidence: list[Evidence] | None  # one for each token; None where it was not asked for
+
+
+def decode(
+    model: Model,
+    sources: Sequence[Tokens],
+    decoding: Decoding,
+    retriever: Retriever | None = None,
+    mixing: Mixing | None = None,
+    evidence: bool = False,
+) -> list[Hypothesis]:
+    """The best hypothesis of each source; without a retriever and mixing, the base model's."""
+    if retriever is None or mixing is None:
+        return [Hypothesis(g.tokens, None) for g in model.generate(list(sources), decoding)]
+    steps: dict[int, _Step] = {}
+    generated = model.generate(list(sources), decoding, _mixer(retriever, mixing, steps if evidence else None))
+    if not evidence:
+        return [Hypothesis(g.tokens, None) for g in generated]
+    return [
+        Hypothesis(g.tokens, [_evidence(steps.get(s), r, t) for t, (s, r) in zip(g.tokens, g.cells, strict=True)])
+        for g in generated
+    ]
+
+
+def _mixer(retriever: Retriever, mixing: Mixing, steps: dict[int, _Step] | None) -> Mix:
+    def mixed(step: int, states: Tensor, log_p_model: Tensor) -> Tensor:
+        neighbours = retriever.neighbours(retriever.project(states), mixing.k).to(log_p_model.device)
+        p_neighbours = p_knn(neighbours, mixing.temperature, log_p_model.shape[1])  # [R, V]
+        weight = weights(neighbours, mixing)  # [R]
+        if steps is not None:
+            shares = weight[:, None] * kernel(neighbours, mixing.temperature)  # [R, K]
+            steps[step] = _Step(neighbours, shares, weight, log_p_model)
+        return mix(log_p_model, p_neighbours, weight)
+
+    return mixed
+
+
+@dataclass(frozen=True)
+class _Step:
+    neighbours: Neighbours  # [R, K]
+    shares: Tensor  # [R, K]
+    weight: Tensor  # [R]
+    log_p_model: Tensor  # [R, V]
+
+
+def _evidence(step: _Step | None, row: int, token: int) -> Evidence:
+    if step is None:  # a forced token: nothing was retrieved for it
+        return Evidence(token, 0.0, 1.0, 1.0, [])
+    near = step.neighbours.similarity if step.neighbours.distance is None else step.neighbours.distance
+    assert near is not None
+    voted = (step.neighbours.values[row] == token) & step.neighbours.found[row]  # [K]
+    votes = [
+        Vote(int(step.neighbours.ids[row, i]), float(step.shares[row, i]), float(near[row, i]))
+        for i in torch.nonzero(voted).flatten().tolist()
+    ]
+    weight, p_model = float(step.weight[row]), float(step.log_p_model[row, token].exp())
+    return Evidence(token, weight, p_model, (1 - weight) * p_model + sum(v.share for v in votes), votes)

@@ -1,0 +1,97 @@
+"""Neighbours -> p_knn -> p_mix: the equations and nothing else, in float32 and log space.
+
+In go the neighbours of R queries and log p_model [R, V]; out comes log p_mix [R, V]. exp(1/0.01) overflows float32,
+so kernels are normalised by log-softmax before anything is exponentiated. The trade-off: p_knn is made dense, R x V
+floats written by one scatter_add, never R x K x V.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clknn.errors import InputError
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """K neighbours of each of R queries; just one of `similarity` and `distance` is there.
+
+    Where `found` is False there is no neighbour: its id and value mean nothing and carry no weight.
+    """
+
+    ids: Tensor  # [R, K] int64
+    values: Tensor  # [R, K] int64
+    found: Tensor  # [R, K] bool
+    similarity: Tensor | None = None  # [R, K] inner product, larger is nearer
+    distance: Tensor | None = None  # [R, K] squared L2, smaller is nearer
+
+    def first(self, k: int) -> Neighbours:
+        return self._each(lambda tensor: tensor[:, :k])
+
+    def to(self, device: torch.device) -> Neighbours:
+        return self._each(lambda tensor: tensor.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Neighbours:
+        near = None if self.similarity is None else change(self.similarity)
+        far = None if self.distance is None else change(self.distance)
+        return Neighbours(change(self.ids), change(self.values), change(self.found), near, far)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """k, temperature and weight; `scaled` makes the weight w* = weight x confidence."""
+
+    k: int
+    temperature: float
+    weight: float
+    scaled: bool
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise InputError(f"k is {self.k}; ask for at least one neighbour")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise InputError(f"temperature is {self.temperature}; it must be above 0")
+        if not 0 <= self.weight <= 1:
+            raise InputError(f"weight is {self.weight}; it must lie between 0 (the model alone) and 1")
+
+
+def kernel(neighbours: Neighbours, temperature: float) -> Tensor:
+    """Each neighbour's share of p_knn [R, K]: exp(sim/T) or exp(-d/T), normalised over those found."""
+    near = neighbours.similarity if neighbours.distance is None else -neighbours.distance
+    assert near is not None
+    logits = (near.float() / temperature).masked_fill(~neighbours.found, -math.inf)  # [R, K]
+    # A row without neighbours has softmax 0/0; its shares are nothing.
+    return torch.softmax(logits, -1).masked_fill(~neighbours.found, 0.0)
+
+
+def p_knn(neighbours: Neighbours, temperature: float, vocabulary: int) -> Tensor:
+    """[R, V]: each value's kernel shares added up. Sums to 1, or to 0 where nothing was found."""
+    shares = kernel(neighbours, temperature)  # [R, K]
+    values = neighbours.values.masked_fill(~neighbours.found, 0)
+    return shares.new_zeros(len(shares), vocabulary).scatter_add_(1, values, shares)
+
+
+def confidence(neighbours: Neighbours) -> Tensor:
+    """[R]: the mean similarity of the neighbours found, clipped to [0, 1]; 0 where nothing was found."""
+    if neighbours.similarity is None:
+        raise InputError("confidence needs similarities; kNN-MT's raw states have distances: use a fixed weight")
+    found = neighbours.found
+    total = neighbours.similarity.float().masked_fill(~found, 0.0).sum(-1)
+    return (total / found.sum(-1).clamp(min=1)).clamp(0, 1)
+
+
+def weights(neighbours: Neighbours, mixing: Mixing) -> Tensor:
+    """[R]: the share of p_mix that p_knn gets in each row; 0 where nothing was found."""
+    fixed = neighbours.found.any(-1).float() * mixing.weight
+    return fixed * confidence(neighbours) if mixing.scaled else fixed
+
+
+def mix(log_p_model: Tensor, p_neighbours: Tensor, weight: Tensor) -> Tensor:
+    """log p_mix = log((1 - w) p_model + w p_knn), [R, V] from [R, V], [R, V] and [R]."""
+    w = weight[:, None]  # [R, 1]
+    return torch.logaddexp(log_p_model + torch.log1p(-w), torch.log(w * p_neighbours))

@@ -1,0 +1,414 @@
+"""The translation model: text to tokens, teacher-forced states, and generation with a mix at each step.
+
+In goes the path or name of a pretrained encoder-decoder checkpoint and a language pair; out comes a `Model`, which
+is all that the rest of clknn knows of neural networks: token ids in, states and log-probabilities out. It hides the
+families (Marian, FSMT, M2M100 and NLLB, mBART, T5), their language tokens and their padding, and the one capture
+point of the **state**: whatever enters the module that projects onto the vocabulary, so that building a datastore
+and decoding with it cannot disagree. Nothing else imports transformers. The trade-off: generation rides on
+transformers' own `generate`, which keeps every option's meaning and costs speed on small models.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import langcodes
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    FSMTTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MBartTokenizer,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+from clknn.errors import InputError, ModelError
+
+Tokens = list[int]
+
+# (step, states [R, D], log p_model [R, V]) -> log p_mix [R, V]; step counts from the decoder start.
+Mix = Callable[[int, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How to decode: what the papers hold equal across systems, and any further option of `generate`."""
+
+    beam: int = 5
+    length_penalty: float = 1.0
+    max_new_tokens: int = 256
+    further: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The best hypothesis of one source: its tokens, and the (step, row) of the distribution that gave each."""
+
+    tokens: Tokens
+    cells: list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Teacher-forced targets, concatenated: n is the sum of their lengths."""
+
+    states: Tensor  # [n, D] float32
+    log_p: Tensor | None  # [n, V] float32, where it was asked for
+
+
+class Model(Protocol):
+    """What states and decoder need of a translation model; families other than transformers' can provide it."""
+
+    name: str
+    source_language: str
+    target_language: str
+    prefix: str
+    width: int
+    vocabulary: int
+    longest: int
+    state_definition: str
+    fingerprint: str
+
+    def tokenise_sources(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+    def tokenise_targets(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+    def detokenise(self, tokens: Tokens) -> str: ...
+
+    def pieces(self, tokens: Tokens) -> list[str]: ...
+
+    def force(self, sources: list[Tokens], targets: list[Tokens], with_log_p: bool = False) -> Forced: ...
+
+    def generate(self, sources: list[Tokens], decoding: Decoding, mix: Mix | None = None) -> list[Generated]: ...
+
+
+def load(
+    name: str, source: str, target: str, device: str = "cpu", dtype: str = "float32", prefix: str | None = None
+) -> Model:
+    """Loads a checkpoint by path or name for one language pair, or says why it cannot serve.
+
+    `prefix` is put before each source (T5's "translate German to English: "); None takes the checkpoint's own.
+    """
+    precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in precisions:
+        raise InputError(f"dtype {dtype!r} is not served; choose float32 or bfloat16")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device {device!r} was asked for, and this machine has no CUDA; use --device cpu")
+    _quiet()
+    try:
+        config = AutoConfig.from_pretrained(name)
+        _refuse_other_kinds(name, config)
+        network = AutoModelForSeq2SeqLM.from_pretrained(name, dtype=precisions[dtype])
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{name}: no translation model could be loaded from here ({reason}); "
+            "give a folder or hub name that transformers' from_pretrained accepts"
+        ) from error
+    return TransformersModel(name, network.to(device).eval(), tokenizer, source, target, prefix)
+
+
+def _quiet() -> None:
+    """transformers draws bars and prints advice of its own; what matters here is raised."""
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _refuse_other_kinds(name: str, config: Any) -> None:
+    architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    if config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        raise ModelError(f"{name} is a speech model ({architecture}): its source is sound, and a memory has text")
+    if not getattr(config, "is_encoder_decoder", False):
+        kind = "decoder-only" if "CausalLM" in architecture or "LMHead" in architecture else "encoder-only"
+        lacks = "encoder to read the source" if kind == "decoder-only" else "decoder to take states from"
+        raise ModelError(
+            f"{name} is {kind} ({architecture}): it has no {lacks}; clknn needs an encoder-decoder translation model"
+        )
+    if config.model_type not in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        raise ModelError(f"{name} ({architecture}) does not generate text from text; clknn needs a translation model")
+
+
+class TransformersModel:
+    """Any text-to-text model of transformers, seen as states and steps."""
+
+    def __init__(
+        self, name: str, network: Any, tokenizer: Any, source: str, target: str, prefix: str | None = None
+    ) -> None:
+        self.name = name
+        self.source_language, self.target_language = source, target
+        self._network, self._tokenizer = network, tokenizer
+        self._projection, self.state_definition = _output_projection(name, network)
+        self.width = int(self._projection.in_features)
+        self.vocabulary = int(self._projection.out_features)
+        self.longest = _longest(network.config, tokenizer)
+        self.prefix = prefix if prefix is not None else _task_prefix(network.config, source, target)
+        self._target_tokenizer = _target_tokenizer(tokenizer)
+        self._start, self._forced = _decoder_prompt(name, network, tokenizer, source, target)
+        self._pad, self._ends = _special_tokens(name, network, tokenizer)
+        self.fingerprint = _fingerprint(network, tokenizer, self.vocabulary, self.prefix, self._start, self._forced)
+
+    # -- text ---------------------------------------------------------------------------------------------------
+
+    def tokenise_sources(self, texts: Sequence[str]) -> list[Tokens]:
+        """Source ids as the encoder wants them, end-of-sentence and language tokens included."""
+        return self._tokenizer([self.prefix + text for text in texts])["input_ids"] if texts else []
+
+    def tokenise_targets(self, texts: Sequence[str]) -> list[Tokens]:
+        """Target ids as the decoder must produce them: content and end-of-sentence, no start or language token."""
+        if not texts:
+            return []
+        ids = self._target_tokenizer(text_target=list(texts), add_special_tokens=False)["input_ids"]
+        return [[*row, self._ends[0]] for row in ids]
+
+    def detokenise(self, tokens: Tokens) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    def pieces(self, tokens: Tokens) -> list[str]:
+        """Each token as text; a piece that opens a word begins with a space. End-of-sentence is "</s>"."""
+        raw = [str(piece) for piece in self._tokenizer.convert_ids_to_tokens(tokens)]
+        if isinstance(self._tokenizer, FSMTTokenizer):  # "</w>" closes a word there
+            opens = [True] + [piece.endswith("</w>") for piece in raw[:-1]]
+            return [" " * new + piece.removesuffix("</w>") for new, piece in zip(opens, raw, strict=True)]
+        return [piece.replace("▁", " ") for piece in raw]
+
+    # -- tensors ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def force(self, sources: list[Tokens], targets: list[Tokens], with_log_p: bool = False) -> Forced:
+        """Teacher-forces the targets: the state (and log p_model) from which each of their tokens is predicted.
+
+        The decoder reads the start, any forced language token, and the target shifted right by one; the states
+        kept are those that predict the target's own tokens, in order, so their number is the targets' lengths'.
+        """
+        device = self._network.device
+        source, mask = _padded(sources, self._pad, device)  # [B, S], [B, S]
+        prompt = [self._start, *self._forced]
+        inputs, _ = _padded([[*prompt, *row[:-1]] for row in targets], self._pad, device)  # [B, T]
+        lengths = torch.tensor([len(row) for row in targets], device=device)[:, None]  # [B, 1]
+        position = torch.arange(inputs.shape[1], device=device)[None] - (len(prompt) - 1)  # [1, T]
+        kept = (position >= 0) & (position < lengths)  # [B, T]
+        with self._captured(logits=with_log_p) as seen:
+            # FSMT has no causal mask unless use_cache=False, and masks a start token that equals its padding.
+            logits = self._network(
+                input_ids=source,
+                attention_mask=mask,
+                decoder_input_ids=inputs,
+                decoder_attention_mask=torch.ones_like(inputs),
+                use_cache=False,
+            ).logits  # [B, T, V], or [B, 0, V] where only states are wanted
+        log_p = torch.log_softmax(logits[kept].float(), -1) if with_log_p else None
+        return Forced(seen[0][kept].float(), log_p)
+
+    @torch.inference_mode()
+    def generate(self, sources: list[Tokens], decoding: Decoding, mix: Mix | None = None) -> list[Generated]:
+        """The best hypothesis for each source; `mix` replaces p_model wherever the next token is not forced."""
+        source, mask = _padded(sources, self._pad, self._network.device)
+        room = self.longest - 1 - len(self._forced)
+        options: dict[str, Any] = {
+            "num_beams": decoding.beam,
+            "length_penalty": decoding.length_penalty,
+            "max_new_tokens": min(decoding.max_new_tokens, room),
+            "do_sample": False,
+            "decoder_start_token_id": self._start,
+            "forced_bos_token_id": self._forced[0] if self._forced else None,
+            **decoding.further,
+        }
+        with self._captured(logits=True) as seen:
+            if mix is not None:
+                options["custom_generate"] = _mixing_first(mix, seen, bool(self._forced))
+            out = self._network.generate(input_ids=source, attention_mask=mask, return_dict_in_generate=True, **options)
+        rows = getattr(out, "beam_indices", None)  # [B, T], absent in greedy search
+        produced = out.sequences[:, 1:].tolist()
+        return [
+            self._hypothesis(tokens, None if rows is None else rows[b].tolist(), b) for b, tokens in enumerate(produced)
+        ]
+
+    def _hypothesis(self, tokens: Tokens, rows: list[int] | None, b: int) -> Generated:
+        start = len(self._forced)
+        stop = next((i + 1 for i in range(start, len(tokens)) if tokens[i] in self._ends), len(tokens))
+        cells = [(step, b if rows is None else rows[step]) for step in range(start, stop)]
+        return Generated(tokens[start:stop], cells)
+
+    @contextmanager
+    def _captured(self, logits: bool) -> Iterator[list[Tensor]]:
+        """Inside, the list holds the newest input of the output projection: the state [R, T, D].
+
+        Without `logits` the projection is handed an empty slice, so that V columns are never computed.
+        """
+        seen: list[Tensor] = []
+
+        def hook(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
+            seen[:] = [inputs[0]]
+            return None if logits else (inputs[0][:, :0],)
+
+        handle = self._projection.register_forward_pre_hook(hook)
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+
+class _MixProcessor(LogitsProcessor):
+    """generate's scores are logits in greedy search and log-probabilities in beam search: log_softmax either way."""
+
+    def __init__(self, mix: Mix, seen: list[Tensor], language_forced: bool, last: int | None) -> None:
+        self.mix, self.seen = mix, seen
+        self.due = {0} if language_forced else set()
+        if last is not None:
+            self.due.add(last)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = input_ids.shape[1] - 1  # the prompt is the decoder start alone
+        if step in self.due:
+            return scores
+        return self.mix(step, self.seen[0][:, -1].float(), torch.log_softmax(scores.float(), -1))
+
+
+def _mixing_first(mix: Mix, seen: list[Tensor], language_forced: bool) -> Callable[..., Any]:
+    """A decoding method for `generate` that mixes before its other processors.
+
+    `generate` appends a caller's processors to its own; behind them, a mix would revive banned tokens and undo
+    forced ones and penalties. In front of them every option acts on p_mix as it would on p_model.
+    """
+
+    def decode(network: Any, input_ids: Tensor, logits_processor: Any, generation_config: Any, **rest: Any) -> Any:
+        last = generation_config.max_length - 2 if generation_config.forced_eos_token_id is not None else None
+        ours = _MixProcessor(mix, seen, language_forced, last)
+        search = network._beam_search if generation_config.num_beams > 1 else network._sample
+        processors = LogitsProcessorList([ours, *logits_processor])
+        return search(input_ids, logits_processor=processors, generation_config=generation_config, **rest)
+
+    return decode
+
+
+def _padded(rows: list[Tokens], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    length = max(len(row) for row in rows)
+    ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=device)
+    return ids, mask
+
+
+def _output_projection(name: str, network: Any) -> tuple[torch.nn.Linear, str]:
+    for path in ("lm_head", "model.decoder.output_projection"):
+        try:
+            module = network.get_submodule(path)
+        except AttributeError:
+            continue
+        if isinstance(module, torch.nn.Linear):
+            return module, f"input of {path}"
+    raise ModelError(
+        f"{name} ({type(network).__name__}) has no single linear output projection, whose input would be the state; "
+        "Marian, FSMT, M2M100, NLLB, mBART and T5 models are known to work"
+    )
+
+
+def _longest(config: Any, tokenizer: Any) -> int:
+    """Positions that both sides can hold; models with relative positions are held to their tokenizer's limit."""
+    limit = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length
+    return int(limit) if limit < 100_000 else 1024
+
+
+def _task_prefix(config: Any, source: str, target: str) -> str:
+    tasks = getattr(config, "task_specific_params", None) or {}
+    return str(tasks.get(f"translation_{source}_to_{target}", {}).get("prefix", ""))
+
+
+def _target_tokenizer(tokenizer: Any) -> Any:
+    """FSMT encodes with the source's vocabulary and rules whatever it is told; its copy here has the target's."""
+    if not isinstance(tokenizer, FSMTTokenizer):
+        return tokenizer
+    other = copy.copy(tokenizer)
+    other.encoder = {piece: token for token, piece in tokenizer.decoder.items()}
+    other.src_lang, other.tgt_lang = tokenizer.tgt_lang, tokenizer.src_lang
+    return other
+
+
+def _decoder_prompt(name: str, network: Any, tokenizer: Any, source: str, target: str) -> tuple[int, Tokens]:
+    """The start token and the forced language token; sets the languages of a multilingual tokenizer."""
+    config = network.generation_config
+    start = config.decoder_start_token_id
+    if start is None:
+        start = network.config.decoder_start_token_id
+    codes = _language_codes(tokenizer)
+    if codes:
+        tokenizer.src_lang = _match_language(name, source, codes)
+        tokenizer.tgt_lang = _match_language(name, target, codes)
+        language = codes[tokenizer.tgt_lang]
+        if isinstance(tokenizer, MBartTokenizer):  # the first mBART starts with the language itself
+            return language, []
+        if start is None:
+            raise ModelError(f"{name}: its configuration names no decoder start token")
+        return int(start), [language]
+    if start is None:
+        raise ModelError(f"{name}: its configuration names no decoder start token")
+    forced = config.forced_bos_token_id
+    return int(start), [] if forced is None else [int(forced)]
+
+
+def _special_tokens(name: str, network: Any, tokenizer: Any) -> tuple[int, list[int]]:
+    """Padding, and the tokens that end a sentence, the usual one first (FSMT's tokenizer does not say it)."""
+    ends = network.generation_config.eos_token_id
+    ends = network.config.eos_token_id if ends is None else ends
+    if tokenizer.pad_token_id is None or ends is None:
+        raise ModelError(f"{name}: it has no padding or no end-of-sentence token")
+    return tokenizer.pad_token_id, list(ends) if isinstance(ends, list) else [ends]
+
+
+def _language_codes(tokenizer: Any) -> dict[str, int]:
+    """Language code -> token id, for tokenizers that have languages."""
+    if hasattr(tokenizer, "lang_code_to_id"):  # M2M100 and both mBARTs
+        return dict(tokenizer.lang_code_to_id)
+    if type(tokenizer).__name__.startswith("Nllb"):
+        special = tokenizer.get_vocab()
+        return {code: special[code] for code in tokenizer.all_special_tokens if code[3:4] == "_" and len(code) == 8}
+    return {}
+
+
+def _match_language(name: str, wanted: str, codes: dict[str, int]) -> str:
+    if wanted in codes:
+        return wanted
+    try:
+        language = langcodes.Language.get(wanted).language
+        near = [code for code in codes if langcodes.Language.get(code).language == language]
+    except ValueError as error:
+        raise InputError(f"{wanted!r} is not a language code ({error}); {name} knows {', '.join(codes)}") from error
+    if len(near) != 1:
+        choice = ", ".join(near or codes)
+        raise InputError(f"{name} has {len(near)} languages for {wanted!r}; name one of: {choice}")
+    return near[0]
+
+
+def _fingerprint(network: Any, tokenizer: Any, vocabulary: int, prefix: str, start: int, forced: Tokens) -> str:
+    """Sixteen hex digits of weights, vocabulary and prompt. Weights are hashed as bfloat16, in which a checkpoint
+    reads the same whether it was loaded in bfloat16 or float32 (20 MB/10 ms per 10M parameters)."""
+    digest = hashlib.blake2b(digest_size=8)
+    for key, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{key} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    produced = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(vocabulary)]
+    texts = [sorted(tokenizer.get_vocab().items()), produced, prefix, start, forced]
+    digest.update(json.dumps(texts).encode())
+    digest.update(type(network).__name__.encode())
+    return digest.hexdigest()
+
+
+def checkpoint_path(name: str) -> str:
+    """The name to remember in a datastore: a local folder by its absolute path, a hub name as it is."""
+    return str(Path(name).resolve()) if Path(name).exists() else name

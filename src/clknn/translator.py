@@ -1,0 +1,167 @@
+"""Text in, `Translation` out: what the command line, evaluation and services all call.
+
+It opens a datastore together with the model that built it, tokenises, batches sentences of like length, decodes, and
+turns the evidence of tokens into evidence of words: the stored pairs that voted for each, with how much. The
+trade-off: a batch is padded to its longest sentence, so texts are sorted by length and none is ready before all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from clknn import model as models
+from clknn.corpus import Pair
+from clknn.datastore import Datastore, check_model, open_datastore, read_manifest
+from clknn.decoder import Evidence, Hypothesis, decode
+from clknn.errors import InputError
+from clknn.mixing import Mixing
+from clknn.model import Decoding, Model
+
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Support:
+    """A stored pair that voted for a word: the place in its target, and the share of the word that it decided."""
+
+    pair: Pair
+    pair_id: int
+    position: int
+    share: float
+    nearness: float
+
+
+@dataclass(frozen=True)
+class Word:
+    """A produced word, the share of it that retrieval decided, and the stored pairs behind that share."""
+
+    text: str
+    retrieved: float
+    p_model: float
+    support: list[Support]
+
+
+@dataclass(frozen=True)
+class Translation:
+    source: str
+    text: str
+    words: list[Word] | None = None  # None where evidence was not asked for
+
+
+@dataclass(frozen=True)
+class Translator:
+    """A model, and a datastore to mix in; without one it is the base model."""
+
+    model: Model
+    datastore: Datastore | None = None
+    mixing: Mixing | None = None
+    decoding: Decoding = field(default_factory=Decoding)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        model: Model | None = None,
+        device: str = "cpu",
+        dtype: str = "float32",
+        decoding: Decoding = Decoding(),  # noqa: B008 (frozen)
+    ) -> Translator:
+        """Opens a datastore with the model named in its manifest, or with `model` if that is the same one."""
+        manifest = read_manifest(Path(path))
+        model = model or models.load(
+            manifest.model,
+            manifest.source_language,
+            manifest.target_language,
+            device=device,
+            dtype=dtype,
+            prefix=manifest.prefix,
+        )
+        check_model(Path(path), manifest, model)
+        return cls(model, open_datastore(Path(path), model), manifest.mixing, decoding)
+
+    @property
+    def base(self) -> Translator:
+        """The same without the datastore."""
+        return Translator(self.model, decoding=self.decoding)
+
+    def with_mixing(
+        self, k: int | None = None, temperature: float | None = None, weight: float | None = None
+    ) -> Translator:
+        """Other settings for this use; None keeps what tuning chose."""
+        if self.mixing is None:
+            if k is None and temperature is None and weight is None:
+                return self
+            raise InputError("k, temperature and weight belong to a datastore, and none is open")
+        mixing = Mixing(
+            self.mixing.k if k is None else k,
+            self.mixing.temperature if temperature is None else temperature,
+            self.mixing.weight if weight is None else weight,
+            self.mixing.scaled,
+        )
+        if self.datastore is not None and mixing.k > self.datastore.entries:
+            raise InputError(
+                f"k is {mixing.k} and {self.datastore.path} has {self.datastore.entries} entries; ask for fewer"
+            )
+        return replace(self, mixing=mixing)
+
+    def translate(self, texts: Sequence[str], evidence: bool = False, batch: int = BATCH) -> list[Translation]:
+        """Translates each text, in order; an empty one stays empty."""
+        sources = self.model.tokenise_sources(list(texts))
+        for i, (text, tokens) in enumerate(zip(texts, sources, strict=True)):
+            if len(tokens) > self.model.longest:
+                raise InputError(
+                    f"text {i + 1} ({text[:40]!r}…) has {len(tokens)} tokens and {self.model.name} holds "
+                    f"{self.model.longest}; split it into sentences"
+                )
+        order = sorted((i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i]))
+        done = {i: Translation(text, "", [] if evidence else None) for i, text in enumerate(texts)}
+        # Weight 0 is the base model: nothing is searched, unless evidence wants to show what would have been found.
+        mixing = None if self.mixing is None or (self.mixing.weight == 0 and not evidence) else self.mixing
+        for start in range(0, len(order), batch):
+            rows = order[start : start + batch]
+            hypotheses = decode(self.model, [sources[i] for i in rows], self.decoding, self.datastore, mixing, evidence)
+            for i, hypothesis in zip(rows, hypotheses, strict=True):
+                done[i] = self._translation(texts[i], hypothesis)
+        return [done[i] for i in range(len(texts))]
+
+    def _translation(self, source: str, hypothesis: Hypothesis) -> Translation:
+        text = self.model.detokenise(hypothesis.tokens)
+        if hypothesis.evidence is None:
+            return Translation(source, text)
+        pieces = self.model.pieces(hypothesis.tokens)
+        words = [self._word(spelt, tokens) for spelt, tokens in _words(pieces, hypothesis.evidence)]
+        return Translation(source, text, words)
+
+    def _word(self, text: str, tokens: list[Evidence]) -> Word:
+        """A word's shares are the means over its tokens."""
+        assert self.datastore is not None
+        shares: dict[int, Support] = {}
+        entries = [vote.entry for evidence in tokens for vote in evidence.votes]
+        pairs = self.datastore.pairs.get(sorted({int(self.datastore.pair_ids[e]) for e in entries}))
+        for evidence in tokens:
+            for vote in evidence.votes:
+                pair_id = int(self.datastore.pair_ids[vote.entry])
+                seen = shares.get(pair_id)
+                share = vote.share / len(tokens) + (seen.share if seen else 0.0)
+                position = seen.position if seen else int(self.datastore.positions[vote.entry])
+                nearness = seen.nearness if seen else vote.nearness
+                shares[pair_id] = Support(pairs[pair_id], pair_id, position, share, nearness)
+        # What retrieval decided of a token: its neighbours' part of the probability the token was chosen by.
+        decided = [1 - (1 - e.weight) * e.p_model / e.p_mix if e.p_mix else 0.0 for e in tokens]
+        support = sorted(shares.values(), key=lambda s: -s.share)
+        n = len(tokens)
+        return Word(text, sum(decided) / n, sum(e.p_model for e in tokens) / n, support)
+
+
+def _words(pieces: list[str], evidence: list[Evidence]) -> Iterator[tuple[str, list[Evidence]]]:
+    """Pieces joined into words; a piece that begins with a space opens one, and so does end-of-sentence."""
+    spelt, tokens = "", list[Evidence]()
+    for piece, one in zip(pieces, evidence, strict=True):
+        if tokens and (piece.startswith(" ") or piece == "</s>"):
+            yield spelt.strip(), tokens
+            spelt, tokens = "", []
+        spelt, tokens = spelt + piece, [*tokens, one]
+    if tokens:
+        yield spelt.strip(), tokens
