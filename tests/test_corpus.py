@@ -215,9 +215,9 @@ def test_origin_is_the_files_name_the_unit_and_its_line(put: Callable[[str, byte
 
 def test_lines_are_exact_beyond_sixteen_bits(put: Callable[[str, bytes], Path]) -> None:
     filler, long_line = "\n" * 70_000, " " * 100_000
-    later = unit("zwei", "two") + long_line + unit("drei", "three") + unit("vier", "four")
+    later = unit("zwei", "two") + long_line + unit("drei", "three") + unit("vier", "four").replace("<tu>", "<tu>\n")
     found, _ = read(put("a.tmx", tmx(unit("eins", "one"), filler, later, unit("fünf", "five"))))
-    assert [p.origin.line for p in found] == [2, 70_004, 70_004, 70_004, 70_005]
+    assert [p.origin.line for p in found] == [2, 70_004, 70_004, 70_004, 70_006]
 
 
 def test_a_file_may_be_larger_than_a_unit(put: Callable[[str, bytes], Path]) -> None:
@@ -372,6 +372,14 @@ UNDECLARED = r"a\.tmx:[23]: not well-formed XML \(Entity 'nbsp' not defined\); c
 def test_bad_tmx_is_refused(put: Callable[[str, bytes], Path], content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         read(put("a.tmx", content))
+
+
+def test_no_pair_has_lost_an_entity_before_the_file_is_refused(put: Callable[[str, bytes], Path]) -> None:
+    path = put("a.tmx", tmx(unit("eins", "one"), unit("x&nbsp;y", "y"), head=DOCTYPE))
+    found = []
+    with pytest.raises(InputError, match="'nbsp' not defined"):
+        found.extend(texts([p]) for p in read_tmx(path, "de", "en", Tally()))
+    assert found == [[("eins", "one")]]
 
 
 @pytest.mark.parametrize(("source", "target"), [("de", "DE"), ("", "en"), ("de", " ")])

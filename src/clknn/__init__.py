@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from clknn.corpus import Origin as Origin
     from clknn.corpus import Pair as Pair
     from clknn.corpus import Tally as Tally
-    from clknn.datastore import Datastore, open_datastore
+    from clknn.datastore import Datastore as Datastore
+    from clknn.datastore import open_datastore as open_datastore
     from clknn.errors import DatastoreError as DatastoreError
     from clknn.errors import Error as Error
     from clknn.errors import InputError as InputError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from clknn.mixing import Mixing as Mixing
     from clknn.model import Decoding as Decoding
     from clknn.model import Model as Model
-    from clknn.model import load as load_model
+    from clknn.model import load as load_model  # noqa: F401 (promised under this name)
     from clknn.translator import Translation as Translation
     from clknn.translator import Translator as Translator
 

@@ -31,6 +31,8 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MBartTokenizer,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -47,11 +49,16 @@ Mix = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode: what the papers hold equal across systems, and any further option of `generate`."""
+    """How to decode: what the papers hold equal across systems, and any further option of `generate`.
+
+    A translation has at most `max_new_tokens`, and at most `longest_ratio` tokens for each of its source's and 16 more,
+    so that a weak model that repeats itself costs little; None leaves that out.
+    """
 
     beam: int = 5
     length_penalty: float = 1.0
     max_new_tokens: int = 256
+    longest_ratio: float | None = 3.0
     further: dict[str, Any] = field(default_factory=dict)
 
 
@@ -220,11 +227,14 @@ class TransformersModel:
     def generate(self, sources: list[Tokens], decoding: Decoding, mix: Mix | None = None) -> list[Generated]:
         """The best hypothesis for each source; `mix` replaces p_model wherever the next token is not forced."""
         source, mask = _padded(sources, self._pad, self._network.device)
-        room = self.longest - 1 - len(self._forced)
+        most = min(decoding.max_new_tokens, self.longest - 1 - len(self._forced))
+        ratio = decoding.longest_ratio
+        limits = [most if ratio is None else min(most, 16 + int(ratio * len(row))) for row in sources]
         options: dict[str, Any] = {
             "num_beams": decoding.beam,
             "length_penalty": decoding.length_penalty,
-            "max_new_tokens": min(decoding.max_new_tokens, room),
+            "max_new_tokens": most,
+            "stopping_criteria": StoppingCriteriaList([_LengthLimit(limits)]),
             "do_sample": False,
             "decoder_start_token_id": self._start,
             "forced_bos_token_id": self._forced[0] if self._forced else None,
@@ -237,7 +247,8 @@ class TransformersModel:
         rows = getattr(out, "beam_indices", None)  # [B, T], absent in greedy search
         produced = out.sequences[:, 1:].tolist()
         return [
-            self._hypothesis(tokens, None if rows is None else rows[b].tolist(), b) for b, tokens in enumerate(produced)
+            self._hypothesis(tokens[: limits[b]], None if rows is None else rows[b].tolist(), b)
+            for b, tokens in enumerate(produced)
         ]
 
     def _hypothesis(self, tokens: Tokens, rows: list[int] | None, b: int) -> Generated:
@@ -263,6 +274,17 @@ class TransformersModel:
             yield seen
         finally:
             handle.remove()
+
+
+class _LengthLimit(StoppingCriteria):
+    """Ends the hypotheses of source b at limits[b] tokens, whatever stands beside it in the batch."""
+
+    def __init__(self, limits: list[int]) -> None:
+        self.limits = torch.tensor(limits)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002 (transformers' signature)
+        limits = self.limits.to(input_ids.device).repeat_interleave(len(input_ids) // len(self.limits))  # [R]
+        return limits <= input_ids.shape[1] - 1
 
 
 class _MixProcessor(LogitsProcessor):
