@@ -36,7 +36,7 @@ from clknn.projection import Projection
 from clknn.states import Progress, write_states
 from clknn.translator import Translation, Translator
 
-VALIDATION_ENTRIES = 50_000
+VALIDATION_ENTRIES = 25_000
 VALIDATION_QUERIES = 2_000
 KS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -92,13 +92,16 @@ def build(
     seed: int = 0,
     tally: Tally | None = None,
     report: Report = silent,
+    tune_on: Sequence[Path] = (),
 ) -> Manifest:
     """Reads pairs from `files`, holds some out, force-decodes the rest. Resumes where an earlier call was killed.
 
-    `hold_out` pairs are kept for tuning and as many for the verdict; they are never in the datastore.
+    `hold_out` pairs are kept for tuning and as many for the verdict; they are never in the datastore. Pairs for tuning
+    can come from files of their own, `tune_on`, instead.
     """
     tally = tally or Tally()
     asked = {"files": [_file_mark(file) for file in files], "hold_out": hold_out, "seed": seed}
+    asked["tune_on"] = [_file_mark(file) for file in tune_on]
     asked["strict"] = tally.strict
     blank = Manifest(
         models.checkpoint_path(model.name), model.fingerprint, model.source_language, model.target_language,
@@ -124,7 +127,7 @@ def build(
     with stores.writing(path):
         if begun is None:
             (path / "text.sqlite").unlink(missing_ok=True)
-            _read_text(path, files, model, hold_out, seed, tally, report)
+            _read_text(path, files, tune_on, model, hold_out, seed, tally, report)
             stores.save_draft(path, replace(blank, options={"build": asked}))
         draft = stores.read_draft(path)
         assert draft is not None
@@ -132,15 +135,24 @@ def build(
 
 
 def _read_text(
-    path: Path, files: Sequence[Path], model: Model, hold_out: int, seed: int, tally: Tally, report: Report
+    path: Path,
+    files: Sequence[Path],
+    tune_on: Sequence[Path],
+    model: Model,
+    hold_out: int,
+    seed: int,
+    tally: Tally,
+    report: Report,
 ) -> None:
     try:
         with Pairs.create(path / "text.sqlite") as record:
-            stream = read_pairs(files, model.source_language, model.target_language, tally)
-            record.add(_counted(stream, tally, report), tally)
+            languages = model.source_language, model.target_language
+            record.add(_counted(read_pairs(files, *languages, tally), tally, report), tally)
             if not record.count():
                 raise InputError(f"{files[0]}: no pair could be kept; {'; '.join(tally.lines()[1:])}")
-            record.hold_out(hold_out, hold_out, seed)
+            record.hold_out(0 if tune_on else hold_out, hold_out, seed)
+            if tune_on:
+                record.add(read_pairs(tune_on, *languages, tally), tally, "tune")
     except BaseException:
         (path / "text.sqlite").unlink(missing_ok=True)
         (path / "lock").unlink(missing_ok=True)
@@ -219,7 +231,6 @@ def train(
             "retrieval accuracy@8": round(best.accuracy, 4),
             "seconds": round(trained.curve[-1].seconds, 1),
             "share of sampling": round(trained.curve[-1].sampling, 3),
-            "seconds for all centres": round(trained.centre_seconds, 2),
             "validated on": "held-out pairs" if held_out is not None else "its own entries",
         }
         stores.save_draft(
@@ -231,7 +242,7 @@ def train(
 
 
 def validator(states: Any, values: Any, held_out: HeldOut | None, seed: int) -> Callable[[Adapter], float]:
-    """Retrieval accuracy@8 of held-out states among a random 50,000 entries, by exact search on PCA keys.
+    """Retrieval accuracy@8 of held-out states among a random 25,000 entries, by exact search on PCA keys.
 
     Where nothing is held out, 500 entries ask among the others.
     """
@@ -415,9 +426,10 @@ def adapt(
     seed: int = 0,
     tally: Tally | None = None,
     report: Report = silent,
+    tune_on: Sequence[Path] = (),
 ) -> Verdict | None:
     """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
-    manifest = build(path, files, model, hold_out, seed, tally, report)
+    manifest = build(path, files, model, hold_out, seed, tally, report, tune_on)
     if not vanilla:
         train(path, settings, model, report=report)
     manifest = project(path, model, vanilla, report=report)

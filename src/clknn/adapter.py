@@ -32,25 +32,29 @@ Values = npt.NDArray[np.int32]
 
 
 class Adapter(torch.nn.Module):
-    """z = W2 ReLU(W1 h + b1) + b2, and with `skip` [D, E] also + h skip: the adapter then starts from h itself."""
+    """z = W2 ReLU(W1 h + b1) + b2, and where residual + h: such an adapter can start from the state itself."""
 
-    def __init__(self, width_in: int, inner: int, width: int, skip: Tensor | None = None) -> None:
+    def __init__(self, width_in: int, inner: int, width: int, residual: bool) -> None:
         super().__init__()
-        self.width = width
-        self.skip: Tensor | None
+        self.width, self.residual = width, residual
         self.inner = torch.nn.Linear(width_in, inner)
         self.outer = torch.nn.Linear(inner, width)
-        self.register_buffer("skip", skip)
-        if skip is not None:
-            torch.nn.init.zeros_(self.outer.weight)
-            torch.nn.init.zeros_(self.outer.bias)
 
     def forward(self, states: Tensor) -> Tensor:
         z: Tensor = self.outer(torch.relu(self.inner(states)))  # [R, E]
-        return z if self.skip is None else z + states @ self.skip
+        return z + states if self.residual else z
+
+    @torch.no_grad()
+    def start_from(self, mean: Tensor) -> None:
+        """Makes z = h - mean: what every state shares would otherwise make all cosines alike."""
+        torch.nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
+        self.inner.bias.copy_(-self.inner.weight @ mean)
+        torch.nn.init.zeros_(self.outer.weight)
+        self.outer.bias.copy_(-mean)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {f"adapter.{name}": tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+        mine = {**self.state_dict(), "residual": torch.tensor(self.residual)}
+        return {f"adapter.{name}": tensor.detach().contiguous() for name, tensor in mine.items()}
 
     @classmethod
     def of(cls, tensors: dict[str, Tensor]) -> Adapter | None:
@@ -59,7 +63,7 @@ class Adapter(torch.nn.Module):
         if not mine:
             return None
         inner, width_in = mine["inner.weight"].shape
-        adapter = cls(width_in, inner, mine["outer.weight"].shape[0], mine.get("skip"))
+        adapter = cls(width_in, inner, mine["outer.weight"].shape[0], bool(mine.pop("residual")))
         adapter.load_state_dict(mine)
         return adapter.eval().requires_grad_(False)
 
@@ -74,30 +78,32 @@ class AdapterSettings:
     inner: int | None = None  # d_f; None: 4 D
     width: int | None = None  # d_o; None: D with residual, else D / 2
     residual: bool = True  # start from the states themselves; the paper starts from nothing
-    positives: int = 2  # M
-    negatives: int = 4  # N
+    positives: int = 1  # M
+    negatives: int = 1  # N
     nearest: int = 128  # K, the class centres from whose classes the negatives come
     shared: bool = True  # every other anchor's candidates are negatives too, unless of the anchor's class
+    centre_term: float = 1.0  # weight of a second loss, a softmax over all class centres; 0 leaves it out
     temperature: float = 0.05  # T'
-    anchor_power: float = 1.0  # a class is drawn with probability count ** power: 1 is uniform over entries
-    refresh: int | None = 500  # steps between computations of the centres; None: once
+    anchor_power: float = 0.5  # a class is drawn with probability count ** power: 1 is uniform over entries
+    refresh: int | None = None  # steps between computations of the centres; None: once
     centre_entries: int | None = 64  # entries of each class that make its centre; None: all
-    batch: int = 1024
+    batch: int = 512
     steps: int = 1000
     learning_rate: float = 1e-3
     warmup: int = 50
-    weight_decay: float = 0.0
-    validate_every: int = 100
+    validate_every: int = 200
     patience: int = 5  # validations without a better one before training stops
     seed: int = 0
 
 
 PAPER = AdapterSettings(
     residual=False,
+    positives=2,
     negatives=32,
     shared=False,
+    centre_term=0.0,
     temperature=0.01,
-    refresh=None,
+    anchor_power=1.0,
     centre_entries=None,
     batch=32,
     steps=500_000,
@@ -144,13 +150,12 @@ def draw_positives(classes: Classes, anchors: Tensor, m: int, rng: torch.Generat
 
 
 def draw_negatives(
-    classes: Classes, anchors: Tensor, z: Tensor, centres: Tensor, nearest: int, n: int, rng: torch.Generator
+    classes: Classes, anchors: Tensor, similarity: Tensor, nearest: int, n: int, rng: torch.Generator
 ) -> Tensor:
-    """[B, n] entries, one uniform from each of n classes among the `nearest` other classes' centres by cosine."""
-    similarity = torch.nn.functional.normalize(z, dim=-1) @ centres.T  # [B, C]; centres have length one
-    similarity.scatter_(1, classes.of_entry[anchors][:, None], -math.inf)
-    others = min(nearest, len(centres) - 1)
-    near = similarity.topk(others, sorted=False).indices  # [B, K]
+    """[B, n] entries, one uniform of each of n classes among the `nearest` others; similarity to centres is [B, C]."""
+    own = classes.of_entry[anchors][:, None]  # [B, 1]
+    others = min(nearest, similarity.shape[1] - 1)
+    near = similarity.scatter(1, own, -math.inf).topk(others, sorted=False).indices  # [B, K]
     sizes = torch.full((len(anchors),), others)
     return _members(classes, near.gather(1, _choose(sizes, n, rng)), rng)
 
@@ -173,7 +178,7 @@ def _choose(sizes: Tensor, m: int, rng: torch.Generator) -> Tensor:
     return chosen
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def class_centres(
     adapter: Adapter,
     states: Halves,
@@ -227,7 +232,6 @@ class Step:
 class Trained:
     adapter: Adapter
     curve: list[Step]
-    centre_seconds: float  # one computation of the centres over all entries
 
 
 def trainable(values: Values) -> bool:
@@ -254,12 +258,11 @@ def train(
             "use --method knn-mt, which needs no training"
         )
     classes = Classes.of(values)
-    run = _Run(_fresh_adapter(states.shape[1], settings), settings)
+    run = _Run(_fresh_adapter(states, settings), settings)
+    rng = torch.Generator().manual_seed(settings.seed)
+    centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
     if checkpoint is not None and checkpoint.exists():
-        run.resume(checkpoint)
-    started = time.perf_counter()
-    centres = class_centres(run.adapter, states, classes)
-    centre_seconds = time.perf_counter() - started
+        centres = run.resume(checkpoint)
     if run.step == 0:
         run.judge(validate(run.adapter), loss=math.nan)
     while run.step < settings.steps and not run.stale():
@@ -268,15 +271,15 @@ def train(
         stretch = range(run.step, min(run.step + settings.validate_every, settings.steps))
         losses = []
         for step in stretch:
-            if settings.refresh is not None and step % settings.refresh == 0:
+            if settings.refresh is not None and step > 0 and step % settings.refresh == 0:
                 centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
             losses.append(run.learn(states, classes, centres, step, rng))
         run.step = stretch.stop
         run.judge(validate(run.adapter), loss=float(np.mean(losses)))
         advance(run.curve[-1])
         if checkpoint is not None:
-            run.save(checkpoint)
-    return Trained(run.best_adapter(), run.curve, centre_seconds)
+            run.save(checkpoint, centres)
+    return Trained(run.best_adapter(), run.curve)
 
 
 class _Run:
@@ -285,7 +288,7 @@ class _Run:
     def __init__(self, adapter: Adapter, settings: AdapterSettings) -> None:
         self.adapter, self.settings = adapter, settings
         self.optimiser = torch.optim.AdamW(
-            adapter.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+            adapter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
         )
         self.step, self.curve = 0, list[Step]()
         self.best = {name: tensor.clone() for name, tensor in adapter.tensors().items()}
@@ -297,13 +300,16 @@ class _Run:
         positives = draw_positives(classes, anchors, s.positives, rng)  # [B, M]
         drawn = time.perf_counter()
         z = self.adapter(_states(states, anchors))  # [B, E]
-        gone = time.perf_counter()
-        negatives = draw_negatives(classes, anchors, z.detach(), centres, s.nearest, s.negatives, rng)  # [B, N]
+        to_centres = torch.nn.functional.normalize(z, dim=-1) @ centres.T  # [B, C]
+        again = time.perf_counter()
+        negatives = draw_negatives(classes, anchors, to_centres.detach(), s.nearest, s.negatives, rng)  # [B, N]
+        self.sampling += time.perf_counter() - again + drawn - started
         candidates = torch.cat([positives.flatten(), negatives.flatten()])  # [J]
         positive, negative = _roles(classes, anchors, candidates, positives.numel(), s)
-        batch = _states(states, candidates)
-        self.sampling += time.perf_counter() - gone + drawn - started
-        loss = contrastive_loss(z, self.adapter(batch), positive, negative, s.temperature)
+        loss = contrastive_loss(z, self.adapter(_states(states, candidates)), positive, negative, s.temperature)
+        if s.centre_term:
+            own = classes.of_entry[anchors]
+            loss = loss + s.centre_term * torch.nn.functional.cross_entropy(to_centres / s.temperature, own)
         for group in self.optimiser.param_groups:
             group["lr"] = s.learning_rate * _schedule(step, s)
         self.optimiser.zero_grad()
@@ -329,8 +335,8 @@ class _Run:
         assert adapter is not None
         return adapter
 
-    def save(self, path: Path) -> None:
-        tensors = {f"now.{k}": v for k, v in self.adapter.tensors().items()}
+    def save(self, path: Path, centres: Tensor) -> None:
+        tensors = {"centres": centres} | {f"now.{k}": v for k, v in self.adapter.tensors().items()}
         tensors |= {f"best.{k}": v for k, v in self.best.items()}
         for i, moments in self.optimiser.state_dict()["state"].items():
             tensors |= {f"adam.{i}.{name}": torch.as_tensor(value) for name, value in moments.items()}
@@ -344,7 +350,8 @@ class _Run:
         save_file({k: v.contiguous() for k, v in tensors.items()}, new, {"run": json.dumps(notes)})
         new.rename(path)
 
-    def resume(self, path: Path) -> None:
+    def resume(self, path: Path) -> Tensor:
+        """Takes up where `save` was; gives the centres as they were then."""
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
             notes = json.loads(file.metadata()["run"])
@@ -363,6 +370,8 @@ class _Run:
         self.step, self.sampling = notes["step"], notes["sampling"]
         self.curve = [Step(**s) for s in notes["curve"]]
         self.spent = self.curve[-1].seconds
+        centres: Tensor = tensors["centres"]
+        return centres
 
 
 def _roles(
@@ -390,12 +399,18 @@ def _schedule(step: int, s: AdapterSettings) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _fresh_adapter(width: int, s: AdapterSettings) -> Adapter:
-    torch.manual_seed(s.seed)
+def _fresh_adapter(states: Halves, s: AdapterSettings) -> Adapter:
+    width = states.shape[1]
     out = s.width or (width if s.residual else width // 2)
     if s.residual and out != width:
         raise InputError(f"a residual adapter keeps the state's width {width}; --width {out} needs --no-residual")
-    return Adapter(width, s.inner or 4 * width, out, torch.eye(width) if s.residual else None)
+    with torch.random.fork_rng():
+        torch.manual_seed(s.seed)
+        adapter = Adapter(width, s.inner or 4 * width, out, s.residual)
+        if s.residual:
+            some = torch.randperm(len(states))[:CHUNK].sort().values
+            adapter.start_from(_states(states, some).mean(0))
+    return adapter
 
 
 def _states(states: Halves, entries: Tensor) -> Tensor:

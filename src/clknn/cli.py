@@ -61,6 +61,9 @@ Out = Annotated[Path, typer.Option(help="The folder to make the datastore in.")]
 HoldOut = Annotated[
     int, typer.Option(help="Pairs held out for tuning, and as many again for the verdict; at most a twentieth each.")
 ]
+TuneOn = Annotated[
+    list[Path] | None, typer.Option(help="Tune on these pairs instead of held-out ones; twice for two aligned files.")
+]
 Seed = Annotated[int, typer.Option(help="Decides what is held out and drawn.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit that would be skipped.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
@@ -96,6 +99,7 @@ def adapt(
     method: MethodOption = Method.clknn,
     steps: Annotated[int | None, typer.Option(help="Most training steps; it stops early when it can.")] = None,
     hold_out: HoldOut = 300,
+    tune_on: TuneOn = None,
     seed: Seed = 0,
     strict: Strict = False,
     device: Device = "cpu",
@@ -110,7 +114,9 @@ def adapt(
     with _Progress() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         settings = _settings(steps=steps, seed=seed)
-        verdict = adaptation.adapt(out, files, loaded, settings, method is Method.knn_mt, hold_out, seed, tally, report)
+        verdict = adaptation.adapt(
+            out, files, loaded, settings, method is Method.knn_mt, hold_out, seed, tally, report, tune_on or ()
+        )
     _say_tally(tally)
     _say_verdict(out, verdict)
 
@@ -123,6 +129,7 @@ def build(
     target: Target,
     out: Out,
     hold_out: HoldOut = 300,
+    tune_on: TuneOn = None,
     seed: Seed = 0,
     strict: Strict = False,
     device: Device = "cpu",
@@ -136,7 +143,7 @@ def build(
     tally = Tally(strict=strict)
     with _Progress() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
-        manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report)
+        manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
     typer.echo(f"{out}: {manifest.entries:,} entries of {manifest.stored:,} pairs; next: clknn train {out}")
 

@@ -259,14 +259,14 @@ class Pairs:
         (next_id,) = self._connection.execute("SELECT next_id FROM counter").fetchone()
         return int(next_id)
 
-    def add(self, pairs: Iterable[Pair], tally: Tally) -> range:
-        """Store the pairs that are new and return their ids; all of them, or none if anything is raised."""
+    def add(self, pairs: Iterable[Pair], tally: Tally, role: Role = "stored") -> range:
+        """Take in the pairs that are new and return their ids; all of them, or none if anything is raised."""
         with self._transaction():
             first = next_id = self.next_id
             for pair in pairs:
                 added = self._connection.execute(
-                    "INSERT INTO pairs (id, source, target, file, unit, line, source_fold, target_fold,"
-                    " digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING",
+                    "INSERT INTO pairs (id, source, target, file, unit, line, role, source_fold, target_fold,"
+                    " digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING",
                     (
                         next_id,
                         pair.source,
@@ -274,6 +274,7 @@ class Pairs:
                         pair.origin.file,
                         pair.origin.unit,
                         pair.origin.line,
+                        role,
                         _digest(fold(pair.source)),
                         _digest(fold(pair.target)),
                         _digest(pair.source, pair.target),

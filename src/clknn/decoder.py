@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clknn.datastore import Retriever
-from clknn.mixing import Mixing, Neighbours, kernel, mix, p_knn, weights
+from clknn.mixing import Mixing, Neighbours, kernel, mix, weights
 from clknn.model import Decoding, Mix, Model, Tokens
 
 
@@ -69,12 +69,11 @@ def decode(
 def _mixer(retriever: Retriever, mixing: Mixing, steps: dict[int, _Step] | None) -> Mix:
     def mixed(step: int, states: Tensor, log_p_model: Tensor) -> Tensor:
         neighbours = retriever.neighbours(retriever.project(states), mixing.k).to(log_p_model.device)
-        p_neighbours = p_knn(neighbours, mixing.temperature, log_p_model.shape[1])  # [R, V]
-        weight = weights(neighbours, mixing)  # [R]
         if steps is not None:
+            weight = weights(neighbours, mixing)  # [R]
             shares = weight[:, None] * kernel(neighbours, mixing.temperature)  # [R, K]
             steps[step] = _Step(neighbours, shares, weight, log_p_model)
-        return mix(log_p_model, p_neighbours, weight)
+        return mix(log_p_model, neighbours, mixing)
 
     return mixed
 

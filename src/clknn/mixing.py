@@ -91,7 +91,13 @@ def weights(neighbours: Neighbours, mixing: Mixing) -> Tensor:
     return fixed * confidence(neighbours) if mixing.scaled else fixed
 
 
-def mix(log_p_model: Tensor, p_neighbours: Tensor, weight: Tensor) -> Tensor:
-    """log p_mix = log((1 - w) p_model + w p_knn), [R, V] from [R, V], [R, V] and [R]."""
-    w = weight[:, None]  # [R, 1]
-    return torch.logaddexp(log_p_model + torch.log1p(-w), torch.log(w * p_neighbours))
+def mix(log_p_model: Tensor, neighbours: Neighbours, mixing: Mixing) -> Tensor:
+    """log p_mix = log((1 - w) p_model + w p_knn), [R, V] from [R, V].
+
+    p_knn is 0 but for the K values, so only these pay for a logarithm of their own.
+    """
+    w = weights(neighbours, mixing)[:, None]  # [R, 1]
+    values = neighbours.values.masked_fill(~neighbours.found, 0)  # [R, K]
+    p_at_values = p_knn(neighbours, mixing.temperature, log_p_model.shape[1]).gather(1, values)  # [R, K]
+    mixed = log_p_model + torch.log1p(-w)  # [R, V]
+    return mixed.scatter(1, values, torch.logaddexp(mixed.gather(1, values), torch.log(w * p_at_values)))

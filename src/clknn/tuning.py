@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clknn.mixing import Mixing, Neighbours, confidence, kernel
 
-KS = (2, 4, 8, 16, 32)
+KS = (2, 4, 8, 16, 32, 64)
 WEIGHTS = tuple(np.round(np.arange(0.05, 1.0001, 0.05), 2).tolist())
 SIMILARITY_TEMPERATURES = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2)
 
