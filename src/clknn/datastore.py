@@ -17,7 +17,7 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -292,9 +292,9 @@ def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = N
     with writing(path), open_datastore(path, model) as store:
         text = fresh(path, "text", "sqlite")
         shutil.copyfile(path / store.manifest.files["text"].name, text)
-        with Pairs.open(text, write=True) as record:
+        with Pairs.open(text, write=True) as record, ExitStack() as open_files:
             ids = record.add(pairs, tally)
-            grown = {name: _copied(store, name) for name in (*ENTRY_FILES, "keys")}
+            grown = {name: _copied(store, name, open_files) for name in (*ENTRY_FILES, "keys")}
             stream = islice(record.each("stored", after=ids.start - 1), len(ids))
             while window := list(islice(stream, WINDOW)):
                 block = force_decode(model, window, tally)
@@ -303,7 +303,7 @@ def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = N
                 for keys in store.projection.keys(block.states):
                     grown["keys"][1].append(keys)
             stored = record.count("stored")
-        _finish(store, text, {n: f for n, (f, _) in grown.items()}, [a for _, a in grown.values()], stored, True)
+        _finish(store, text, {name: file for name, (file, _) in grown.items()}, stored, indices.extended)
     return ids
 
 
@@ -319,33 +319,31 @@ def remove(path: Path, ids: Sequence[int]) -> int:
             text.unlink()
             raise InputError(f"{path}: this would remove every pair; delete the folder instead")
         kept = np.flatnonzero(~np.isin(store.pair_ids, np.fromiter(ids, np.int64)))
-        files, arrays = {}, []
+        files = {}
         for name in (*ENTRY_FILES, "keys"):
             old = array(path, store.manifest, name)
             files[name] = fresh(path, name, "npy")
-            new = GrowingArray(files[name], old.dtype, old.shape[1] if old.ndim > 1 else None, 0)
-            for rows in np.array_split(kept, len(kept) // 100_000 + 1):
-                new.append(old[rows])
-            arrays.append(new)
-        _finish(store, text, files, arrays, stored, False)
+            with GrowingArray(files[name], old.dtype, old.shape[1] if old.ndim > 1 else None, 0) as new:
+                for rows in np.array_split(kept, len(kept) // 100_000 + 1):
+                    new.append(old[rows])
+        _finish(store, text, files, stored, indices.refilled)
     return removed
 
 
-def _copied(store: Datastore, name: str) -> tuple[Path, GrowingArray]:
+def _copied(store: Datastore, name: str, open_files: ExitStack) -> tuple[Path, GrowingArray]:
     old = array(store.path, store.manifest, name)
     file = fresh(store.path, name, "npy")
     shutil.copyfile(store.path / store.manifest.files[name].name, file)
-    return file, GrowingArray(file, old.dtype, old.shape[1] if old.ndim > 1 else None, len(old))
+    grown = GrowingArray(file, old.dtype, old.shape[1] if old.ndim > 1 else None, len(old))
+    return file, open_files.enter_context(grown)
 
 
 def _finish(
-    store: Datastore, text: Path, files: dict[str, Path], arrays: list[GrowingArray], stored: int, grown: bool
+    store: Datastore, text: Path, files: dict[str, Path], stored: int, indexed: Callable[[Index, Any], Index]
 ) -> None:
     """Indexes the new keys and commits; the old files stay until the new manifest stands."""
-    for new in arrays:
-        new.close()
     keys = np.load(files["keys"], mmap_mode="r")
-    index = indices.extended(store.index, keys) if grown else indices.refilled(store.index, keys)
+    index = indexed(store.index, keys)
     files |= {"text": text, "index": fresh(store.path, "index", "faiss")}
     indices.save(index, files["index"])
     marks = store.manifest.files | {name: mark_of(file) for name, file in files.items()}
@@ -383,13 +381,12 @@ def from_states(
     if not manifest.entries:
         raise DatastoreError(f"{path}: it has no entries; every pair was skipped, so there is nothing to retrieve")
     files = {"keys": fresh(path, "keys", "npy")}
-    keys = GrowingArray(files["keys"], np.float16, projection.width(manifest.width), 0)
-    for block in projection.keys(states):
-        if not np.isfinite(block).all():
-            raise ModelError("keys leave float16's range; this model's states cannot be searched as they are")
-        keys.append(block)
-        advance(keys.rows)
-    keys.close()
+    with GrowingArray(files["keys"], np.float16, projection.width(manifest.width), 0) as keys:
+        for block in projection.keys(states):
+            if not np.isfinite(block).all():
+                raise ModelError("keys leave float16's range; this model's states cannot be searched as they are")
+            keys.append(block)
+            advance(keys.rows)
     stored_keys = np.load(files["keys"], mmap_mode="r")
     if queries is None:
         rows = np.random.default_rng(0).permutation(manifest.entries)[:500]

@@ -288,7 +288,10 @@ class _LengthLimit(StoppingCriteria):
 
 
 class _MixProcessor(LogitsProcessor):
-    """generate's scores are logits in greedy search and log-probabilities in beam search: log_softmax either way."""
+    """generate's scores are logits in greedy search and log-probabilities in beam search: log_softmax either way.
+
+    What is added to normalise them is taken off again behind the mix, because penalties depend on the scores' level.
+    """
 
     def __init__(self, mix: Mix, seen: list[Tensor], language_forced: bool, last: int | None) -> None:
         self.mix, self.seen = mix, seen
@@ -300,7 +303,8 @@ class _MixProcessor(LogitsProcessor):
         step = input_ids.shape[1] - 1  # the prompt is the decoder start alone
         if step in self.due:
             return scores
-        return self.mix(step, self.seen[0][:, -1].float(), torch.log_softmax(scores.float(), -1))
+        level = torch.logsumexp(scores.float(), -1, keepdim=True)  # [R, 1]
+        return self.mix(step, self.seen[0][:, -1].float(), scores.float() - level) + level
 
 
 def _mixing_first(mix: Mix, seen: list[Tensor], language_forced: bool) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -110,27 +111,29 @@ def write_states(
     """
     mark = folder / "progress.json"
     progress = Progress(**json.loads(mark.read_text())) if mark.exists() else Progress()
-    files = {
-        "states": GrowingArray(folder / "states.npy", np.float16, model.width, progress.entries),
-        "values": GrowingArray(folder / "values.npy", np.int32, None, progress.entries),
-        "pairs": GrowingArray(folder / "pairs.npy", np.int32, None, progress.entries),
-        "positions": GrowingArray(folder / "positions.npy", np.int32, None, progress.entries),
-    }
     stream = pairs_after(progress.last_pair)
-    while batch := list(islice(stream, window)):
-        block = force_decode(model, batch, tally)
-        for name, array in files.items():
-            array.append(getattr(block, name))
-        progress = replace(
-            progress,
-            last_pair=batch[-1][0],
-            entries=progress.entries + len(block.values),
-            pairs=progress.pairs + len(np.unique(block.pairs)),
-        )
-        write_atomically(mark, json.dumps(asdict(progress)))
-        advance(progress)
-    for array in files.values():
-        array.close()
+    with ExitStack() as open_files:
+        files = {
+            name: open_files.enter_context(GrowingArray(folder / f"{name}.npy", dtype, width, progress.entries))
+            for name, dtype, width in (
+                ("states", np.float16, model.width),
+                ("values", np.int32, None),
+                ("pairs", np.int32, None),
+                ("positions", np.int32, None),
+            )
+        }
+        while batch := list(islice(stream, window)):
+            block = force_decode(model, batch, tally)
+            for name, array in files.items():
+                array.append(getattr(block, name))
+            progress = replace(
+                progress,
+                last_pair=batch[-1][0],
+                entries=progress.entries + len(block.values),
+                pairs=progress.pairs + len(np.unique(block.pairs)),
+            )
+            write_atomically(mark, json.dumps(asdict(progress)))
+            advance(progress)
     return progress
 
 
@@ -158,12 +161,17 @@ class GrowingArray:
         os.fsync(self._file.fileno())
         self.rows += len(block)
 
-    def close(self) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def __enter__(self) -> GrowingArray:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes the true shape; after an error the file stays what it is: rows behind the last mark."""
+        with self._file:
+            if kind is None:
+                self._file.seek(0)
+                self._write_header()
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def _write_header(self) -> None:
         shape = (self.rows,) if self.width is None else (self.rows, self.width)
