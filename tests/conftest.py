@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from clknn import model as models
 from clknn.model import Model
 

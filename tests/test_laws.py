@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from torch import Tensor
 
+import tiny
 from clknn import adaptation, datastore, projection
 from clknn import model as models
 from clknn.adapter import Adapter

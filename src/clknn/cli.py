@@ -36,6 +36,7 @@ app = typer.Typer(
     help="Machine translation that learns a translation memory in minutes, without fine-tuning.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 out = Console(highlight=False, soft_wrap=True)
@@ -338,7 +339,7 @@ def inspect(
 def main() -> None:
     """The entry point: exit codes and the one-line errors live here."""
     try:
-        app()
+        app(prog_name="clknn")
     except Error as error:
         err.print(f"clknn: {error}", markup=False)
         sys.exit(2)

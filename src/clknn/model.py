@@ -27,6 +27,8 @@ from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    DynamicCache,
+    EncoderDecoderCache,
     FSMTTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
@@ -238,6 +240,7 @@ class TransformersModel:
             "do_sample": False,
             "decoder_start_token_id": self._start,
             "forced_bos_token_id": self._forced[0] if self._forced else None,
+            "past_key_values": _BeamCache(DynamicCache(), DynamicCache()),
             **decoding.further,
         }
         with self._captured(logits=True) as seen:
@@ -274,6 +277,16 @@ class TransformersModel:
             yield seen
         finally:
             handle.remove()
+
+
+class _BeamCache(EncoderDecoderCache):
+    """Beams move within their sentence, where all have the same source: only what they produced needs reordering.
+
+    Copying the encoder's part at each step took a third of the decoding time of a 10M-parameter model.
+    """
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.self_attention_cache.reorder_cache(beam_idx)
 
 
 class _LengthLimit(StoppingCriteria):

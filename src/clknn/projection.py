@@ -95,7 +95,7 @@ def read(path: Path) -> Projection:
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-            options = json.loads(file.metadata()["projection"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            normed = json.loads(file.metadata()["projection"])["normed"]
+        return Projection(Adapter.of(tensors), tensors.get("pca.mean"), tensors.get("pca.axes"), normed)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DatastoreError(f"{path}: not a projection ({error}); run `clknn project` again") from error
-    return Projection(Adapter.of(tensors), tensors.get("pca.mean"), tensors.get("pca.axes"), options["normed"])

@@ -57,5 +57,6 @@ def temperatures(neighbours: Neighbours) -> tuple[float, ...]:
     """Similarities have a scale of their own; distances have the model's, read from the median distance."""
     if neighbours.distance is None:
         return SIMILARITY_TEMPERATURES
-    median = float(neighbours.distance[neighbours.found].median())
-    return tuple(round(median * share, 4) for share in (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5))
+    far = neighbours.distance[neighbours.found & (neighbours.distance > 0)]  # a repetition at 0 says nothing of scale
+    median = float(far.median()) if len(far) else 1.0
+    return tuple(float(f"{median * share:.4g}") for share in (0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5))

@@ -1,0 +1,36 @@
+# Everything runs in a virtual environment of its own, made from the pinned versions of requirements.lock.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test check docs bench clean
+.DEFAULT_GOAL := test
+
+setup: .venv/ready
+
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("clknn needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+demo: setup  ## adapt a real model to a real translation memory, and show the difference
+	$(BIN)/python examples/demo.py
+
+test: setup  ## every test
+	$(BIN)/python -m pytest
+
+check: setup  ## style, types, and documents that must be true
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: setup  ## write docs/cli.md anew from --help
+	$(BIN)/python docs/make_cli.py
+
+bench: setup  ## the numbers of the README, on this machine
+	$(BIN)/python bench/force_decoding.py
+	$(BIN)/python bench/training.py
+
+clean:
+	rm -rf .venv demo.store build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

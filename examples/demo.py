@@ -1,0 +1,155 @@
+"""The main job on real data: adapts the small model to LibreOffice's help, and shows what changed.
+
+The translation memory, the model and their licences are described in examples/README.md. `make demo` runs this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from clknn import AdapterSettings, Pair, Tally, Translator, adaptation, load_model
+from clknn.corpus import read_pairs, write_tmx
+
+HERE = Path(__file__).parent
+STORE = Path("demo.store")
+MEMORY_PAIRS = 8_000  # as many of the 28,772 as let the demo end in six minutes on two cores
+TEST_PAIRS = 300
+console = Console(highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=MEMORY_PAIRS, help="pairs of the memory to use")
+    parser.add_argument("--test-pairs", type=int, default=TEST_PAIRS, help="held-out pairs to translate")
+    parser.add_argument("--store", type=Path, default=STORE, help="where to make the datastore; it is replaced")
+    options = parser.parse_args()
+    shutil.rmtree(options.store, ignore_errors=True)
+    seconds: dict[str, float] = {}
+    with _Bars() as report:
+
+        def stage(name: str, started: float) -> None:
+            seconds[name] = time.perf_counter() - started
+
+        started = time.perf_counter()
+        model = load_model(str(HERE / "de-en-small"), "de", "en")
+        memory = _part(HERE / "libreoffice-help.de-en.tmx.gz", options.pairs, options.store)
+        stage("load the model, read the TMX", started)
+        started = time.perf_counter()
+        adaptation.build(options.store, [memory], model, report=report)
+        stage("build: force-decode the memory", started)
+        started = time.perf_counter()
+        adaptation.train(options.store, AdapterSettings(), model, report=report)
+        stage("train the adapter", started)
+        started = time.perf_counter()
+        adaptation.project(options.store, model, report=report)
+        stage("project and index", started)
+        started = time.perf_counter()
+        adaptation.tune(options.store, model, report=report)
+        stage("tune k, temperature, weight", started)
+        started = time.perf_counter()
+        translator = Translator.open(options.store, model)
+        test = list(read_pairs([HERE / "libreoffice-test.de-en.tsv"], "de", "en", Tally()))[: options.test_pairs]
+        result = adaptation.judge(translator, [p.source for p in test], [p.target for p in test], report)
+        stage("translate the test pairs, twice", started)
+    memory.unlink()
+    _scores(result)
+    _side_by_side(result, test)
+    _evidence(translator, test, result)
+    _times(seconds)
+
+
+def _part(whole: Path, pairs: int, store: Path) -> Path:
+    """The first pairs of the memory, as a TMX beside the datastore."""
+    part = store.with_suffix(".tmx")
+    stream = read_pairs([whole], "de", "en", Tally())
+    write_tmx((pair for pair, _ in zip(stream, range(pairs), strict=False)), part, "de", "en")
+    return part
+
+
+def _scores(result: adaptation.Verdict) -> None:
+    table = Table("system", "BLEU", "chrF2", "brevity", "p (BLEU)", title="\nHeld-out test pairs", title_justify="left")
+    for name, score in result.comparison.scores.items():
+        p = "" if score.p_bleu is None else f"{score.p_bleu:.3f}"
+        table.add_row(name, f"{score.bleu:.1f}", f"{score.chrf:.1f}", f"{score.brevity_penalty:.3f}", p)
+    console.print(table)
+    console.print(f"BLEU {result.comparison.bleu_signature}\nchrF {result.comparison.chrf_signature}")
+    console.print("p: paired bootstrap against the base model")
+    console.print(f"[bold]{result.sentence()}[/bold]")
+
+
+def _side_by_side(result: adaptation.Verdict, test: list[Pair]) -> None:
+    """Three sentences of middling length whose translation changed."""
+    changed = [
+        i
+        for i, pair in enumerate(test)
+        if 6 <= len(pair.source.split()) <= 14 and result.base[i].text != result.ours[i].text
+    ]
+    for i in changed[:3]:
+        table = Table(show_header=False, title=f"\nTest pair {i + 1}", title_justify="left", width=100)
+        table.add_row("source", test[i].source)
+        table.add_row("base", result.base[i].text)
+        table.add_row("with datastore", result.ours[i].text)
+        table.add_row("reference", test[i].target)
+        console.print(table)
+
+
+def _evidence(translator: Translator, test: list[Pair], result: adaptation.Verdict) -> None:
+    """For one of them, the stored pairs behind each word."""
+    i = next(
+        i
+        for i, pair in enumerate(test)
+        if 6 <= len(pair.source.split()) <= 14 and result.base[i].text != result.ours[i].text
+    )
+    (translation,) = translator.translate([test[i].source], evidence=True)
+    title = f"\nWhy: {translation.text}"
+    columns = ("word", "from memory", "model p", "share", "stored pair that voted")
+    table = Table(*columns, title=title, title_justify="left")
+    for word in translation.words or []:
+        for n, vote in enumerate(word.support[:2]):
+            origin = f"{vote.pair.origin.line}: {vote.pair.source[:38]} = {vote.pair.target[:38]}"
+            shown = (word.text, f"{word.retrieved:.0%}", f"{word.p_model:.2f}") if n == 0 else ("", "", "")
+            table.add_row(*shown, f"{vote.share:.2f}", origin)
+        if not word.support:
+            table.add_row(word.text, f"{word.retrieved:.0%}", f"{word.p_model:.2f}", "", "none")
+    console.print(table)
+
+
+def _times(seconds: dict[str, float]) -> None:
+    table = Table("stage", "seconds", title="\nHow long it took", title_justify="left")
+    for name, taken in seconds.items():
+        table.add_row(name, f"{taken:.1f}")
+    table.add_row("all", f"{sum(seconds.values()):.1f}")
+    console.print(table)
+
+
+class _Bars:
+    """A bar for each stage."""
+
+    def __init__(self) -> None:
+        columns = TextColumn("{task.description:>9}"), BarColumn(30), TextColumn("{task.fields[note]}")
+        self._bars = Progress(*columns, TimeElapsedColumn(), console=console)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, stage: str, done: float, total: float, note: str = "") -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bars.add_task(stage, total=total or None, note=note)
+        text = f"{done:,.0f}/{total:,.0f} {note}" if total else f"{done:,.0f} {note}"
+        self._bars.update(self._tasks[stage], completed=done, note=text)
+
+
+if __name__ == "__main__":
+    main()

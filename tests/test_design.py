@@ -1,0 +1,60 @@
+"""The rooms: a file imports only from files above it, and two packages have one importer each."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import clknn
+
+SOURCE = Path(clknn.__file__).parent
+# The order in which data flows; ARCHITECTURE.md describes it line by line.
+ORDER = (
+    "errors corpus model states adapter projection index mixing datastore decoder translator tuning evaluation "
+    "adaptation cli __main__"
+).split()
+
+
+def imports(module: str) -> set[str]:
+    """Every module that a file imports, at its top or inside a function."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse((SOURCE / f"{module}.py").read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "clknn":
+            found |= {f"clknn.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def test_every_file_has_its_place() -> None:
+    assert {path.stem for path in SOURCE.glob("*.py")} == {*ORDER, "__init__"}
+
+
+def test_a_file_imports_only_from_files_above_it() -> None:
+    for place, module in enumerate(ORDER):
+        ours = {name.split(".")[1] for name in imports(module) if name.startswith("clknn.")}
+        below = {name for name in ours if name in ORDER and ORDER.index(name) >= place}
+        assert not below, f"{module}.py imports from below: {below}"
+
+
+def test_transformers_and_faiss_have_one_importer_each() -> None:
+    for package, home in (("transformers", "model"), ("faiss", "index"), ("sqlite3", None), ("pickle", None)):
+        users = {m for m in ORDER if any(name.split(".")[0] == package for name in imports(m))}
+        if package == "sqlite3":  # the pairs, and the one place that knows a full disk by its error
+            assert users == {"corpus", "datastore"}
+        else:
+            assert users == ({home} if home else set())
+
+
+def test_importing_clknn_and_its_help_never_wait_for_torch() -> None:
+    code = "import sys, clknn, clknn.cli; sys.exit(any(m in sys.modules for m in ('torch', 'faiss', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_promised_name_resolves() -> None:
+    for name in clknn.__all__:
+        assert getattr(clknn, name) is not None
