@@ -25,8 +25,8 @@ check: setup  ## style, types, and documents that must be true
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: setup  ## write docs/cli.md anew from --help
-	$(BIN)/python docs/make_cli.py
+docs: setup  ## write anew what documents quote: --help and results
+	$(BIN)/python docs/make_pages.py
 
 bench: setup  ## the numbers of the README, on this machine
 	$(BIN)/python bench/force_decoding.py

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 
+import tiny
 from clknn import cli
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,7 @@ def test_the_readmes_commands_run(desk: Path) -> None:
 
 def test_the_command_line_page_is_what_help_prints() -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "docs" / "make_cli.py", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "docs" / "make_pages.py", "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

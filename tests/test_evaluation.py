@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from clknn.errors import InputError
 from clknn.evaluation import Comparison, compare, retrieval_accuracy
 

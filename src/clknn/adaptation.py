@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,14 +27,14 @@ from clknn import model as models
 from clknn import projection as projections
 from clknn import tuning
 from clknn.adapter import Adapter, AdapterSettings, Step, Trained
-from clknn.corpus import Pairs, Tally, read_pairs
+from clknn.corpus import Pair, Pairs, Role, Skip, Tally, read_pairs
 from clknn.datastore import Manifest
-from clknn.errors import DatastoreError, InputError
+from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, retrieval_accuracy, timed
 from clknn.mixing import Mixing
 from clknn.model import Decoding, Model
 from clknn.projection import Projection
-from clknn.states import Progress, write_states
+from clknn.states import Progress, skip_too_long, too_long, write_states
 from clknn.translator import Translation, Translator
 
 VALIDATION_ENTRIES = 25_000
@@ -107,31 +108,45 @@ def build(
         models.checkpoint_path(model.name), model.fingerprint, model.source_language, model.target_language,
         model.prefix, model.state_definition, model.width,
     )  # fmt: skip
-    begun = stores.read_draft(path)
-    if begun is not None:
-        stores.check_model(path, begun, model)
-        if begun.options["build"] != asked:
+    made = _make_folder(path)
+    with stores.writing(path, begins=True):
+        draft = stores.read_draft(path)
+        if draft is None or "read" not in draft.measured:
+            draft = replace(blank, options={"build": asked})
+            stores.save_draft(path, draft)  # from here on the folder is known as ours
+            try:
+                _read_text(path, files, tune_on, model, hold_out, seed, tally, report)
+            except Error:
+                for name in ("text.sqlite", "draft.json", "lock"):
+                    (path / name).unlink(missing_ok=True)
+                if made:
+                    path.rmdir()
+                raise
+            draft = replace(draft, measured={"read": asdict(tally)})
+            stores.save_draft(path, draft)
+        stores.check_model(path, draft, model)
+        if draft.options["build"] != asked:
             raise DatastoreError(
-                f"{path}: holds a datastore of other files or options ({_summary(begun.options['build'])}); "
+                f"{path}: begun with other files or options ({_differences(draft.options['build'], asked)}); "
                 "choose another --out, or delete it"
             )
-        if "build" in begun.measured:
-            return begun
-    new = not path.exists()
+        if "build" in draft.measured:
+            return draft
+        _take_up(tally, draft.measured["read"])
+        return _force_decode(path, draft, model, tally, report)
+
+
+def _make_folder(path: Path) -> bool:
+    """Whether there was none; refuses one with files in it that no build of ours begins with."""
+    made = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if new is False and begun is None and any(file.name != "lock" for file in path.iterdir()):
-            raise DatastoreError(f"{path}: the folder has other files in it; choose another --out")
+        strangers = [] if stores.read_draft(path) else [file.name for file in path.iterdir()]
     except OSError as error:
         raise DatastoreError(f"{path}: cannot be made a folder ({error.strerror}); choose another --out") from error
-    with stores.writing(path):
-        if begun is None:
-            (path / "text.sqlite").unlink(missing_ok=True)
-            _read_text(path, files, tune_on, model, hold_out, seed, tally, report)
-            stores.save_draft(path, replace(blank, options={"build": asked}))
-        draft = stores.read_draft(path)
-        assert draft is not None
-        return _force_decode(path, draft, model, tally, report)
+    if set(strangers) - {"lock", "draft.json.new"}:
+        raise DatastoreError(f"{path}: the folder has other files in it; choose another --out")
+    return made
 
 
 def _read_text(
@@ -144,21 +159,22 @@ def _read_text(
     tally: Tally,
     report: Report,
 ) -> None:
-    try:
-        with Pairs.create(path / "text.sqlite") as record:
-            languages = model.source_language, model.target_language
-            record.add(_counted(read_pairs(files, *languages, tally), tally, report), tally)
-            if not record.count():
-                raise InputError(f"{files[0]}: no pair could be kept; {'; '.join(tally.lines()[1:])}")
-            record.hold_out(0 if tune_on else hold_out, hold_out, seed)
-            if tune_on:
-                record.add(read_pairs(tune_on, *languages, tally), tally, "tune")
-    except BaseException:
-        (path / "text.sqlite").unlink(missing_ok=True)
-        (path / "lock").unlink(missing_ok=True)
-        if not any(path.iterdir()):
-            path.rmdir()
-        raise
+    for left in ("text.sqlite", "text.sqlite-journal"):  # by a reading that was killed
+        (path / left).unlink(missing_ok=True)
+    with Pairs.create(path / "text.sqlite") as record:
+        languages = model.source_language, model.target_language
+        record.add(_counted(read_pairs(files, *languages, tally), tally, report), tally)
+        if not record.count():
+            raise InputError(f"{files[0]}: no pair could be kept; {'; '.join(tally.lines()[1:])}")
+        record.hold_out(0 if tune_on else hold_out, hold_out, seed)
+        if tune_on:
+            record.add(read_pairs(tune_on, *languages, tally), tally, "tune")
+
+
+def _take_up(tally: Tally, before: dict[str, Any]) -> None:
+    """Counts on from what was counted when the text was read, perhaps by a run that was killed since."""
+    tally.read, tally.kept = before["read"], before["kept"]
+    tally.skipped |= {reason: Skip(**skip) for reason, skip in before["skipped"].items()}
 
 
 def _counted(stream: Any, tally: Tally, report: Report) -> Any:
@@ -178,7 +194,8 @@ def _force_decode(path: Path, draft: Manifest, model: Model, tally: Tally, repor
             report("states", progress.pairs, stored, "pairs")
 
         progress = write_states(model, lambda after: record.each("stored", after), path, tally, advance)
-        held_out = {"tune": record.count("tune"), "test": record.count("test")}
+        roles: tuple[Role, ...] = "tune", "test"
+        held_out = {role: len(fitting(model, (pair for _, pair in record.each(role)), tally)) for role in roles}
     if not progress.entries:
         raise InputError(f"{path}: no pair fits the model; {'; '.join(tally.lines()[1:])}")
     seconds = time.perf_counter() - started
@@ -203,23 +220,24 @@ def train(
 
     None: it was trained with these settings before.
     """
-    manifest = _begun(path, model)
     asked = adapters.options(settings) | {"states of": None if states_of is None else str(states_of)}
-    if manifest.options.get("train") == asked and "adapter" in manifest.files:
-        return None
-    teacher = manifest if states_of is None else _begun(states_of, model)
-    home = path if states_of is None else states_of
-    states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
-    held_out = force_held_out(home, teacher, model, "tune")
-    report("train", 0, settings.steps, "steps")
+    checkpoint = path / "training.safetensors"
 
     def advance(step: Step) -> None:
         note = f"steps, loss {step.loss:.3f}, retrieval accuracy@8 {step.accuracy:.3f} (best {step.best:.3f})"
         report("train", step.step, settings.steps, note)
 
     with stores.writing(path):
+        manifest = _begun(path, model)
+        if manifest.options.get("train") == asked and "adapter" in manifest.files:
+            checkpoint.unlink(missing_ok=True)
+            return None
+        teacher = manifest if states_of is None else _begun(states_of, model)
+        home = path if states_of is None else states_of
+        states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
+        held_out = force_held_out(home, teacher, model, "tune")
+        report("train", 0, settings.steps, "steps")
         validate = validator(states, values, held_out, settings.seed)
-        checkpoint = path / "training.safetensors"
         trained = adapters.train(states, values, settings, validate, checkpoint, advance)
         file = stores.fresh(path, "adapter", "safetensors")
         projections.save(Projection(trained.adapter), file)
@@ -280,13 +298,13 @@ def project(
     `vanilla` is kNN-MT: the raw states, by squared L2. Otherwise the trained adapter, PCA to `size` and norm; where no
     adapter was trained, PCA and norm alone.
     """
-    manifest = _begun(path, model)
     asked: dict[str, Any] = {"vanilla": vanilla, "size": size, "centred": centred}
-    asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
-    if manifest.options.get("project") == asked and "index" in manifest.files:
-        return manifest
-    held_out = force_held_out(path, manifest, model, "tune")
     with stores.writing(path):
+        manifest = _begun(path, model)
+        asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
+        if manifest.options.get("project") == asked and "index" in manifest.files:
+            return manifest
+        held_out = force_held_out(path, manifest, model, "tune")
         started = time.perf_counter()
         projection = Projection()
         if not vanilla:
@@ -333,12 +351,11 @@ def _untuned(manifest: Manifest, vanilla: bool) -> Mixing:
 
 def tune(path: Path, model: Model, scaled: bool | None = None, report: Report = silent) -> Manifest:
     """Chooses k, temperature and weight on the held-out pairs; None for `scaled` takes w* where keys allow it."""
-    manifest = stores.read_manifest(path)
-    stores.check_model(path, manifest, model)
-    held_out = force_held_out(path, manifest, model, "tune")
-    if held_out is None:
-        raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
-    with stores.writing(path), stores.open_datastore(path) as store:
+    with stores.writing(path), stores.open_datastore(path, model) as store:
+        manifest = store.manifest
+        held_out = force_held_out(path, manifest, model, "tune")
+        if held_out is None:
+            raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
         started = time.perf_counter()
         if scaled and not store.projection.normed:
             raise InputError(f"{path}: w* needs similarities, and kNN-MT's raw states have distances; leave it out")
@@ -359,17 +376,28 @@ def tune(path: Path, model: Model, scaled: bool | None = None, report: Report = 
     return done
 
 
-def force_held_out(path: Path, manifest: Manifest, model: Model, role: str) -> HeldOut | None:
+def fitting(model: Model, pairs: Iterable[Pair], tally: Tally) -> list[Pair]:
+    """Those of these pairs that the model can hold; the others are counted in `tally`."""
+    kept = list(pairs)
+    sources = model.tokenise_sources([pair.source for pair in kept])
+    targets = model.tokenise_targets([pair.target for pair in kept])
+    fits = [not too_long(model, s, t) for s, t in zip(sources, targets, strict=True)]
+    for pair in compress(kept, [not fit for fit in fits]):
+        skip_too_long(model, pair, tally)
+    return list(compress(kept, fits))
+
+
+def force_held_out(path: Path, manifest: Manifest, model: Model, role: Role) -> HeldOut | None:
     """The pairs of a held-out role, force-decoded; None where there are none."""
     with Pairs.open(path / manifest.files["text"].name) as record:
-        pairs = [pair for _, pair in record.each("tune" if role == "tune" else "test")]
+        pairs = [pair for _, pair in record.each(role)]
     return force_pairs(model, [p.source for p in pairs], [p.target for p in pairs])
 
 
 def force_pairs(model: Model, sources: Sequence[str], targets: Sequence[str]) -> HeldOut | None:
     """States, right tokens and log p_model of them for these segments; None where no segment fits the model."""
     s, t = model.tokenise_sources(sources), model.tokenise_targets(targets)
-    fits = [i for i in range(len(s)) if max(len(s[i]), len(t[i])) < model.longest]
+    fits = [i for i in range(len(s)) if not too_long(model, s[i], t[i])]
     fits.sort(key=lambda i: len(t[i]))
     states, truth, log_p = [], [], []
     for start in range(0, len(fits), 16):
@@ -388,7 +416,7 @@ def verdict(path: Path, model: Model, decoding: Decoding = Decoding(), report: R
     translator = Translator.open(path, model, decoding=decoding)
     assert translator.datastore is not None
     with translator.datastore as store:
-        pairs = [pair for _, pair in store.pairs.each("test")]
+        pairs = fitting(model, (pair for _, pair in store.pairs.each("test")), Tally())
         if not pairs:
             return None
         return judge(translator, [p.source for p in pairs], [p.target for p in pairs], report)
@@ -441,8 +469,7 @@ def adapt(
 def _begun(path: Path, model: Model) -> Manifest:
     manifest = stores.read_draft(path)
     if manifest is None or "build" not in manifest.measured:
-        stores.read_manifest(path)  # says what is there and what is missing
-        raise DatastoreError(f"{path}: not force-decoded yet; run `clknn build` first")
+        manifest = stores.read_manifest(path)  # says what is there and what is missing
     stores.check_model(path, manifest, model)
     return manifest
 
@@ -455,5 +482,13 @@ def _file_mark(file: Path) -> dict[str, Any]:
     return {"name": file.name, "blake2b": digest}
 
 
-def _summary(options: dict[str, Any]) -> str:
-    return ", ".join(file["name"] for file in options["files"]) + f", hold_out {options['hold_out']}"
+def _differences(begun: dict[str, Any], asked: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {_shown(begun[name])} and now {_shown(asked[name])}" for name in asked if begun[name] != asked[name]
+    )
+
+
+def _shown(option: Any) -> str:
+    if isinstance(option, list):
+        return " ".join(f"{file['name']} ({file['blake2b'][:8]})" for file in option) or "none"
+    return str(option)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -251,20 +251,25 @@ def translate(
 ) -> None:
     """Translate standard input to standard output, one line to one line."""
     from clknn.model import Decoding
+    from clknn.translator import TooLong
 
     decoding = Decoding(beam, length_penalty, max_new_tokens)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
+
+    def say(translations: list[Translation]) -> None:
+        for translation in translations:
+            text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
+            sys.stdout.buffer.write(text.replace("\n", " ").encode() + b"\n")  # some models can produce line feeds
+        sys.stdout.flush()
+
     line = 0
     for block in _lines_as_they_come(sys.stdin.fileno()):
         try:
-            translations = translator.translate(block, evidence, batch)
-        except InputError as error:
-            raise InputError(f"standard input, from line {line + 1}: {error}") from error
+            say(translator.translate(block, evidence, batch))
+        except TooLong as error:
+            say(translator.translate(block[: error.place], evidence, batch))
+            raise InputError(f"standard input:{line + error.place + 1}: {error.reason}") from error
         line += len(block)
-        for translation in translations:
-            text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
-            sys.stdout.write(text + "\n")
-        sys.stdout.flush()
 
 
 @app.command()
@@ -295,19 +300,20 @@ def evaluate(
         tally = Tally()
         manifest = opened.manifest
         if files:
-            pairs = list(read_pairs(files, manifest.source_language, manifest.target_language, tally))
+            named = read_pairs(files, manifest.source_language, manifest.target_language, tally)
         else:
-            pairs = [pair for _, pair in opened.pairs.each("test")]
+            named = (pair for _, pair in opened.pairs.each("test"))
+        pairs = adaptation.fitting(translator.model, named, tally)
         if not pairs:
             raise InputError(f"{store}: no pairs to test on; name a file of them")
         sources, references = [p.source for p in pairs], [p.target for p in pairs]
         result = adaptation.judge(translator, sources, references, report)
         accuracy = adaptation.accuracy_of(translator, sources, references)
+    _say_tally(tally)
     if as_json:
         scores = asdict(result.comparison) | {"slowdown": result.slowdown, "retrieval_accuracy": accuracy}
         typer.echo(json.dumps(scores, ensure_ascii=False))
         return
-    _say_tally(tally)
     _say_comparison(result.comparison)
     typer.echo("retrieval accuracy " + "  ".join(f"@{k} {a:.3f}" for k, a in accuracy.items()))
     typer.echo(result.sentence())
@@ -338,17 +344,28 @@ def inspect(
 
 def main() -> None:
     """The entry point: exit codes and the one-line errors live here."""
+    command = typer.main.get_command(app)
     try:
-        app(prog_name="clknn")
+        # Not app(), which would answer wrong flags, Ctrl-C and a closed pipe in its own ways before we could.
+        with command.make_context("clknn", sys.argv[1:] or ["--help"]) as context:
+            command.invoke(context)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except typer.TyperException as error:
+        _fail(f"{error.format_message()} (`clknn --help` and `clknn COMMAND --help` list what there is)")
     except Error as error:
-        err.print(f"clknn: {error}", markup=False)
-        sys.exit(2)
+        _fail(str(error))
     except KeyboardInterrupt:
-        err.print("clknn: interrupted; run the same command again, and it resumes where it was")
+        err.print("clknn: interrupted; run the same command again: a datastore goes on from where it was")
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _fail(reason: str) -> NoReturn:
+    err.print("clknn: " + " ".join(reason.split()), markup=False)
+    sys.exit(2)
 
 
 # -- what commands share ----------------------------------------------------------------------------------------------
@@ -391,19 +408,26 @@ def _lines_as_they_come(descriptor: int) -> Iterator[list[str]]:
     while chunk := os.read(descriptor, 1 << 16):
         *lines, rest = (rest + chunk).split(b"\n")
         for start in range(0, len(lines), 256):
-            yield [_text(line, number + start + i) for i, line in enumerate(lines[start : start + 256])]
+            yield from _block(lines[start : start + 256], number + start)
         number += len(lines)
     if rest:
-        yield [_text(rest, number)]
+        yield from _block([rest], number)
 
 
-def _text(line: bytes, number: int) -> str:
-    try:
-        return line.decode("utf8").rstrip("\r")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"standard input:{number + 1}: byte {error.start + 1} is not UTF-8; convert it first (iconv -t utf-8)"
-        ) from error
+def _block(lines: list[bytes], number: int) -> Iterator[list[str]]:
+    """These lines as text, those before one that is not UTF-8 included."""
+    texts: list[str] = []
+    for line in lines:
+        number += 1
+        try:
+            texts.append(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r"))
+        except UnicodeDecodeError as error:
+            yield texts
+            raise InputError(
+                f"standard input:{number}: not UTF-8 at byte {error.start + 1} of the line"
+                f" (0x{line[error.start]:02x}); convert it first (iconv -t utf-8)"
+            ) from error
+    yield texts
 
 
 def _evidence(translation: Translation) -> dict[str, Any]:
@@ -514,4 +538,5 @@ class _Progress:
         if before is None or (total and done - before >= total / 10) or (total and done >= total > before):
             self._said[stage] = done
             seconds = time.monotonic() - self._started
-            err.print(f"[{seconds:6.1f} s] {stage}: {done:,.0f}/{total:,.0f} {note}", markup=False)
+            of_all = f"/{total:,.0f}" if total else ""
+            err.print(f"[{seconds:6.1f} s] {stage}: {done:,.0f}{of_all} {note}", markup=False)

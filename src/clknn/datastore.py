@@ -13,6 +13,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from clknn import index as indices
@@ -36,11 +38,17 @@ from clknn.index import Index
 from clknn.mixing import Mixing, Neighbours
 from clknn.model import Model
 from clknn.projection import Projection
-from clknn.states import WINDOW, GrowingArray, force_decode, write_atomically
+from clknn.states import WINDOW, GrowingArray, Progress, force_decode, write_atomically
 
 FORMAT = 1
 ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
-_OURS = re.compile(r"(states|values|pairs|positions|keys|adapter|projection|index|text)(\.\d+)?\.\w+")
+# What a killed or refused change can leave behind; SQLite would play a journal that is left into the next file of
+# that name.
+_OURS = re.compile(
+    r"(states|values|pairs|positions|keys|adapter|projection|index|text)(\.\d+)?\.(npy|safetensors|faiss|sqlite)"
+    r"(-journal)?|(manifest|draft|progress)\.json\.new|training\.safetensors\.new"
+)
+_FULL = re.compile("No space left|Disk quota exceeded|disk is full")  # as faiss, safetensors and SQLite say it
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,7 @@ def read_manifest(path: Path) -> Manifest:
         raise DatastoreError(f"{path}: no datastore is here; make one with `clknn adapt FILE --out {path}`")
     if not (path / "manifest.json").exists():
         if (path / "draft.json").exists():
-            raise DatastoreError(f"{path}: half-built ({_how_far(path)}); run the command that built it again")
+            raise DatastoreError(f"{path}: half-built: {_how_far(path)}")
         raise DatastoreError(f"{path}: a folder without manifest.json is no datastore; make one with `clknn adapt`")
     return _parse(path / "manifest.json")
 
@@ -168,11 +176,11 @@ def _parse(file: Path) -> Manifest:
 
 
 def _how_far(path: Path) -> str:
-    draft, mark = _parse(path / "draft.json"), path / "progress.json"
+    draft = _parse(path / "draft.json")
     if "build" in draft.measured:
-        return f"{draft.entries:,} entries force-decoded, not yet projected"
-    done = json.loads(mark.read_text())["pairs"] if mark.exists() else 0
-    return f"{done:,} pairs force-decoded"
+        return f"{draft.entries:,} entries and no keys; run `clknn project {path}`, or the command that began it again"
+    done = Progress.of(path / "progress.json").pairs
+    return f"{done:,} pairs force-decoded; run the command that began it again"
 
 
 def check_model(path: Path, manifest: Manifest, model: Model) -> None:
@@ -223,7 +231,9 @@ def fresh(path: Path, name: str, suffix: str) -> Path:
 
 
 def mark_of(file: Path) -> FileMark:
+    """What a manifest says of a file, which is safely on disk from here on."""
     with file.open("rb") as opened:
+        os.fsync(opened.fileno())
         digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     return FileMark(file.name, file.stat().st_size, digest)
 
@@ -237,10 +247,16 @@ def save_draft(path: Path, manifest: Manifest) -> None:
 def commit(path: Path, manifest: Manifest) -> None:
     """From here on the datastore is what `manifest` says; files that it does not name go."""
     write_atomically(path / "manifest.json", _text(manifest))
+    _sweep(path, manifest)
+
+
+def _sweep(path: Path, manifest: Manifest) -> None:
+    """Removes what this manifest does not name; a build's growing files have no name before it is done."""
     named = {mark.name for mark in manifest.files.values()}
+    finished = (path / "manifest.json").exists()
     for file in path.iterdir():
-        leftover = _OURS.fullmatch(file.name) and file.name not in named
-        if leftover or file.name in ("draft.json", "progress.json"):
+        leftover = named and _OURS.fullmatch(file.name) and file.name not in named
+        if leftover or (finished and file.name in ("draft.json", "progress.json")):
             file.unlink()
 
 
@@ -249,38 +265,56 @@ def _text(manifest: Manifest) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """One writer at a time; a full disk is reported with what to do, and leaves what was committed."""
-    with (path / "lock").open("w") as lock:
+def writing(path: Path, begins: bool = False) -> Iterator[None]:
+    """One writer at a time; a full disk is reported with what to do, and leaves what was committed.
+
+    What a change that was killed left behind is swept away first: it takes the space that this one needs. Only where
+    a datastore `begins` may there be none yet.
+    """
+    if not begins and read_draft(path) is None:
+        read_manifest(path)  # says what is there instead
+    with _locked(path):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DatastoreError(f"{path}: another clknn is writing to it; wait until it is done") from None
-        try:
+            if newest := read_draft(path):
+                _sweep(path, newest)
             yield
-        except (OSError, sqlite3.OperationalError, RuntimeError) as error:
-            full = getattr(error, "errno", None) == errno.ENOSPC
-            if not full and "No space left" not in str(error) and "disk is full" not in str(error):
+        except (OSError, sqlite3.OperationalError, RuntimeError, SafetensorError) as error:
+            if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not _FULL.search(str(error)):
                 raise
-            free = shutil.disk_usage(path).free // 1_000_000
+            free = shutil.disk_usage(path).free / 1e6
             raise DatastoreError(
-                f"{path}: the disk is full ({free:,} MB left); free {_still_needed(path)} there "
+                f"{path}: the disk is full ({free:,.1f} MB left); free {_still_needed(path)} there "
                 "and run the same command again: what was done is kept"
             ) from error
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        lock = (path / "lock").open("w")
+    except OSError as error:
+        raise DatastoreError(f"{path}: cannot be written to ({error.strerror}); make it writable") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DatastoreError(f"{path}: another clknn is writing to it; wait until it is done") from None
+        yield
+
+
 def _still_needed(path: Path) -> str:
-    """What states, keys and index of the pairs not yet force-decoded will take, going by those that are."""
-    draft, mark = read_draft(path), path / "progress.json"
-    done = json.loads(mark.read_text()) if mark.exists() else {"pairs": 0}
-    if draft is None or not done["pairs"]:
+    """What the states, keys and index still to be written will take, going by the pairs force-decoded so far."""
+    draft, done = read_draft(path), Progress.of(path / "progress.json")
+    if (path / "manifest.json").exists() and draft is not None:  # a change writes its files beside the old ones
+        return f"about {max(1, round(sum(mark.bytes for mark in draft.files.values()) / 1e6)):,} MB"
+    if draft is None or not done.pairs:
         return "some space"
     with Pairs.open(path / "text.sqlite") as pairs:
-        left = pairs.count("stored") - done["pairs"]
-    per_entry = 2 * draft.width + 12 + 3 * min(128, draft.width)
-    entries = done["entries"] * (1 + left / done["pairs"])
-    needed = entries * per_entry - done["entries"] * (2 * draft.width + 12)
-    return f"about {max(1, round(needed / 1e6)):,} MB"
+        stored = pairs.count("stored")
+    entries = done.entries * max(1.0, stored / done.pairs)
+    states = (entries - done.entries) * (2 * draft.width + 12)
+    keys = entries * min(128, draft.width) * (2 + (4 if entries < indices.EXACT_BELOW else 1))
+    return f"about {max(1, round((states + keys) / 1e6)):,} MB"
 
 
 # -- changing a finished datastore ------------------------------------------------------------------------------------
@@ -315,10 +349,10 @@ def remove(path: Path, ids: Sequence[int]) -> int:
         with Pairs.open(text, write=True) as record:
             removed = record.remove(ids)
             stored = record.count("stored")
-        if not stored:
-            text.unlink()
-            raise InputError(f"{path}: this would remove every pair; delete the folder instead")
         kept = np.flatnonzero(~np.isin(store.pair_ids, np.fromiter(ids, np.int64)))
+        if not len(kept):
+            text.unlink()
+            raise InputError(f"{path}: this would remove every entry; delete the folder instead")
         files = {}
         for name in (*ENTRY_FILES, "keys"):
             old = array(path, store.manifest, name)
@@ -347,7 +381,10 @@ def _finish(
     files |= {"text": text, "index": fresh(store.path, "index", "faiss")}
     indices.save(index, files["index"])
     marks = store.manifest.files | {name: mark_of(file) for name, file in files.items()}
-    commit(store.path, replace(store.manifest, entries=len(keys), stored=stored, files=marks))
+    mixing = store.manifest.mixing
+    if mixing is not None:
+        mixing = replace(mixing, k=min(mixing.k, len(keys)))  # fewer entries than that may be left
+    commit(store.path, replace(store.manifest, entries=len(keys), stored=stored, files=marks, mixing=mixing))
 
 
 def verify(path: Path) -> list[str]:

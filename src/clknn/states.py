@@ -14,16 +14,16 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from clknn.corpus import Pair, Tally
+from clknn.corpus import Pair, Skip, Tally
 from clknn.errors import DatastoreError, ModelError
-from clknn.model import Model
+from clknn.model import Model, Tokens
 
 BATCH_TOKENS = 4096
 WINDOW = 4096
@@ -46,6 +46,20 @@ class Progress:
     last_pair: int | None = None
     entries: int = 0
     pairs: int = 0
+    skipped: dict[str, tuple[int, str]] = field(default_factory=dict)  # reason -> how many, and the first
+
+    @classmethod
+    def of(cls, mark: Path) -> Progress:
+        return cls(**json.loads(mark.read_text(encoding="utf8"))) if mark.exists() else cls()
+
+
+def too_long(model: Model, source: Tokens, target: Tokens) -> bool:
+    """Whether a pair has more tokens than the model holds, with room for the decoder's start."""
+    return max(len(source), len(target)) >= model.longest
+
+
+def skip_too_long(model: Model, pair: Pair, tally: Tally) -> None:
+    tally.skip(f"longer than the model's {model.longest} tokens", str(pair.origin))
 
 
 def force_decode(
@@ -56,17 +70,17 @@ def force_decode(
     targets = model.tokenise_targets([pair.target for _, pair in pairs])
     fits = []
     for i, (_, pair) in enumerate(pairs):
-        if max(len(sources[i]), len(targets[i])) < model.longest:
+        if not too_long(model, sources[i], targets[i]):
             fits.append(i)
         elif tally is not None:
-            where = f"{pair.origin.file}:{pair.origin.line}"
-            tally.skip(f"longer than the model's {model.longest} tokens", where)
+            skip_too_long(model, pair, tally)
     starts = dict(zip(fits, np.cumsum([0] + [len(targets[i]) for i in fits]).tolist(), strict=False))
     n = sum(len(targets[i]) for i in fits)
     states = np.empty((n, model.width), np.float16)  # [n, D]
     for batch in _batches(fits, sources, targets, batch_tokens):
         forced = model.force([sources[i] for i in batch], [targets[i] for i in batch]).states
-        narrow = forced.cpu().numpy().astype(np.float16)  # [sum of the batch's lengths, D]
+        with np.errstate(over="ignore"):  # what overflows is refused in the next line
+            narrow = forced.cpu().numpy().astype(np.float16)  # [sum of the batch's lengths, D]
         if not np.isfinite(narrow).all():
             raise ModelError(f"{model.name}: its states leave float16's range (65,504), which datastores are kept in")
         row = 0
@@ -110,7 +124,8 @@ def write_states(
     `pairs_after(id)` gives the numbered pairs behind that id, in order.
     """
     mark = folder / "progress.json"
-    progress = Progress(**json.loads(mark.read_text())) if mark.exists() else Progress()
+    progress = Progress.of(mark)
+    tally.skipped |= {reason: Skip(count, first) for reason, (count, first) in progress.skipped.items()}
     stream = pairs_after(progress.last_pair)
     with ExitStack() as open_files:
         files = {
@@ -131,6 +146,7 @@ def write_states(
                 last_pair=batch[-1][0],
                 entries=progress.entries + len(block.values),
                 pairs=progress.pairs + len(np.unique(block.pairs)),
+                skipped={reason: (skip.count, skip.first) for reason, skip in tally.skipped.items()},
             )
             write_atomically(mark, json.dumps(asdict(progress)))
             advance(progress)
@@ -148,7 +164,8 @@ class GrowingArray:
         self._file = path.open("r+b" if path.exists() else "x+b")
         self._write_header()
         size = self._file.tell() + rows * self.dtype.itemsize * (width or 1)
-        if path.stat().st_size < size - self._file.tell() and rows:
+        if rows and path.stat().st_size < size:
+            self._file.close()
             raise DatastoreError(f"{path}: shorter than its progress mark says; delete the folder and build again")
         self._file.truncate(size)
         self._file.seek(size)

@@ -22,6 +22,14 @@ from clknn.model import Decoding, Model
 BATCH = 32
 
 
+class TooLong(InputError):
+    """One of the texts, `place`, has more tokens than the model holds."""
+
+    def __init__(self, place: int, reason: str) -> None:
+        super().__init__(f"text {place + 1}: {reason}")
+        self.place, self.reason = place, reason
+
+
 @dataclass(frozen=True)
 class Support:
     """A stored pair that voted for a word: the place in its target, and the share of the word that it decided."""
@@ -108,12 +116,12 @@ class Translator:
 
     def translate(self, texts: Sequence[str], evidence: bool = False, batch: int = BATCH) -> list[Translation]:
         """Translates each text, in order; an empty one stays empty."""
-        sources = self.model.tokenise_sources(list(texts))
+        sources, longest = self.model.tokenise_sources(list(texts)), self.model.longest
         for i, (text, tokens) in enumerate(zip(texts, sources, strict=True)):
-            if len(tokens) > self.model.longest:
-                raise InputError(
-                    f"text {i + 1} ({text[:40]!r}…) has {len(tokens)} tokens and {self.model.name} holds "
-                    f"{self.model.longest}; split it into sentences"
+            if len(tokens) > longest:
+                start = repr(text[:40]) + ("…" if len(text) > 40 else "")
+                raise TooLong(
+                    i, f"{start} has {len(tokens):,} tokens and the model holds {longest:,}; split it into sentences"
                 )
         order = sorted((i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i]))
         done = {i: Translation(text, "", [] if evidence else None) for i, text in enumerate(texts)}
@@ -144,7 +152,7 @@ class Translator:
             for vote in evidence.votes:
                 pair_id = int(self.datastore.pair_ids[vote.entry])
                 seen = shares.get(pair_id)
-                share = vote.share / len(tokens) + (seen.share if seen else 0.0)
+                share = vote.share / evidence.p_mix / len(tokens) + (seen.share if seen else 0.0)
                 position = seen.position if seen else int(self.datastore.positions[vote.entry])
                 nearness = seen.nearness if seen else vote.nearness
                 shares[pair_id] = Support(pairs[pair_id], pair_id, position, share, nearness)

@@ -1,0 +1,139 @@
+"""The model beyond the laws: what is refused, languages, precisions, and one number checked against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import tiny
+from clknn import model as models
+from clknn.errors import InputError, ModelError
+from clknn.model import Decoding, Model, TransformersModel
+
+Load = Callable[[str], Model]
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_log_p_of_a_target_is_transformers_own_loss(load: Load, family: str) -> None:
+    model, pair = load(family), tiny.pairs(1)[0]
+    assert isinstance(model, TransformersModel)
+    source, target = model.tokenise_sources([pair.source]), model.tokenise_targets([pair.target])
+    forced = model.force(source, target, with_log_p=True)
+    assert forced.log_p is not None
+    ours = forced.log_p[range(len(target[0])), target[0]].mean()
+    prompt = [model._start, *model._forced]
+    labels = torch.tensor([[-100] * len(model._forced) + target[0]])
+    with torch.inference_mode():
+        loss = model._network(
+            input_ids=torch.tensor(source),
+            decoder_input_ids=torch.tensor([[*prompt, *target[0][:-1]]]),
+            labels=labels,
+        ).loss
+    torch.testing.assert_close(ours, -loss, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_target_survives_tokens_and_back(load: Load, family: str) -> None:
+    model, texts = load(family), [p.target for p in tiny.pairs(20)]
+    tokens = model.tokenise_targets(texts)
+    assert [model.detokenise(row) for row in tokens] == texts
+    for text, row in zip(texts, tokens, strict=True):
+        pieces = model.pieces(row)
+        assert "".join(pieces).replace("</s>", "").split() == text.split()
+        assert sum(piece.startswith(" ") for piece in pieces if piece.strip() != "</s>") == len(text.split())
+
+
+def test_states_alone_and_states_with_log_p_are_the_same(load: Load) -> None:
+    model, rows = load("marian"), tiny.pairs(5)
+    source = model.tokenise_sources([p.source for p in rows])
+    target = model.tokenise_targets([p.target for p in rows])
+    assert torch.equal(model.force(source, target).states, model.force(source, target, with_log_p=True).states)
+
+
+def test_the_language_token_is_forced_and_belongs_to_the_target_language(checkpoints: Callable[[str], Path]) -> None:
+    folder = str(checkpoints("m2m100"))
+    for target, code in (("en", "en"), ("fr", "fr"), ("pt-BR", "pt")):
+        model = models.load(folder, "de", target)
+        assert isinstance(model, TransformersModel)
+        assert model._forced == [model._tokenizer.get_lang_id(code)]
+    mbart = models.load(str(checkpoints("mbart")), "de", "en")
+    assert isinstance(mbart, TransformersModel)
+    assert mbart._start == mbart._tokenizer.convert_tokens_to_ids("en_XX")
+
+
+def test_another_target_language_is_another_fingerprint(checkpoints: Callable[[str], Path], load: Load) -> None:
+    assert models.load(str(checkpoints("m2m100")), "de", "fr").fingerprint != load("m2m100").fingerprint
+
+
+def test_a_language_the_model_does_not_have_is_refused_with_those_it_has(checkpoints: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match=r"0 languages for 'tlh'.*de_DE"):
+        models.load(str(checkpoints("mbart")), "de", "tlh")
+
+
+def test_the_task_prefix_of_t5_is_part_of_the_source(load: Load, checkpoints: Callable[[str], Path]) -> None:
+    assert load("t5").prefix == "haus: "
+    bare = models.load(str(checkpoints("t5")), "de", "en", prefix="")
+    with_prefix, without = load("t5").tokenise_sources(["baum"])[0], bare.tokenise_sources(["haus: baum"])[0]
+    assert with_prefix == without
+    assert bare.fingerprint != load("t5").fingerprint
+
+
+def test_bfloat16_translates_and_its_states_are_near(checkpoints: Callable[[str], Path], load: Load) -> None:
+    half = models.load(str(checkpoints("marian")), "de", "en", dtype="bfloat16")
+    source = half.tokenise_sources(["haus baum", "katze"])
+    target = half.tokenise_targets(["house tree", "cat"])
+    near, exact = half.force(source, target).states, load("marian").force(source, target).states
+    assert near.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(near, exact).min() > 0.99
+    assert len(half.generate(source, Decoding(2, max_new_tokens=4))) == 2
+
+
+def test_the_length_limit_is_each_sources_own(load: Load) -> None:
+    model = load("marian")
+    sources = model.tokenise_sources(["haus", " ".join(tiny.SOURCE_WORDS[:8])])
+    for beam in (1, 3):
+        short, long = model.generate(sources, Decoding(beam, max_new_tokens=50, longest_ratio=0.5))
+        assert len(short.tokens) <= 16 + len(sources[0]) // 2
+        assert len(short.cells) == len(short.tokens)
+        assert len(long.tokens) <= 16 + len(sources[1]) // 2
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "reason"),
+    [
+        (transformers.BertConfig(), "BertForMaskedLM", "encoder-only"),
+        (transformers.GPT2Config(), "GPT2LMHeadModel", "decoder-only"),
+        (transformers.WhisperConfig(), "WhisperForConditionalGeneration", "speech"),
+    ],
+)
+def test_other_kinds_of_model_are_refused(
+    config: transformers.PretrainedConfig, architecture: str, reason: str, tmp_path: Path
+) -> None:
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        models.load(str(tmp_path), "de", "en")
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no translation model could be loaded"):
+        models.load(str(tmp_path), "de", "en")
+
+
+def test_a_damaged_configuration_is_refused(tmp_path: Path, checkpoints: Callable[[str], Path]) -> None:
+    for file in checkpoints("marian").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+    with pytest.raises(ModelError, match="no translation model could be loaded"):
+        models.load(str(tmp_path), "de", "en")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_is_refused_where_there_is_none(checkpoints: Callable[[str], Path]) -> None:
+    with pytest.raises(InputError, match="no CUDA"):
+        models.load(str(checkpoints("marian")), "de", "en", device="cuda")
