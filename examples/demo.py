@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 STORE = Path("demo.store")
 MEMORY_PAIRS = 8_000  # as many of the 28,772 as let the demo end in six minutes on two cores
 TEST_PAIRS = 300
-console = Console(highlight=False)
+console = Console(highlight=False, record=True, width=110)
 
 
 def main() -> None:
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=MEMORY_PAIRS, help="pairs of the memory to use")
     parser.add_argument("--test-pairs", type=int, default=TEST_PAIRS, help="held-out pairs to translate")
     parser.add_argument("--store", type=Path, default=STORE, help="where to make the datastore; it is replaced")
+    parser.add_argument("--save", type=Path, help="write what is printed at the end to this file too")
     options = parser.parse_args()
     shutil.rmtree(options.store, ignore_errors=True)
     seconds: dict[str, float] = {}
@@ -59,10 +60,13 @@ def main() -> None:
         result = adaptation.judge(translator, [p.source for p in test], [p.target for p in test], report)
         stage("translate the test pairs, twice", started)
     memory.unlink()
+    console.export_text()  # the bars are not part of the record
     _scores(result)
     _side_by_side(result, test)
     _evidence(translator, test, result)
     _times(seconds)
+    if options.save:
+        options.save.write_text(console.export_text(), encoding="utf8")
 
 
 def _part(whole: Path, pairs: int, store: Path) -> Path:

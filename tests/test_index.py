@@ -179,6 +179,21 @@ def test_an_inverted_file_ranks_by_its_own_metric(inner: bool) -> None:
 
 @pytest.mark.usefixtures("small_is_large")
 @pytest.mark.parametrize("inner", [True, False])
+def test_ranking_in_blocks_equals_ranking_at_once(inner: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, queries = raw_keys_of(2000), raw_keys_of(50, seed=1).astype(np.float32)
+    index = indices.build(keys, inner, queries)
+    at_once = index.search(queries, 8)
+    for gathered in (1, 7 * 32 * 16):  # a query at a time; seven
+        monkeypatch.setattr(indices, "GATHERED", gathered)
+        in_blocks = index.search(queries, 8)
+        assert (in_blocks.ids == at_once.ids).all()
+        assert (in_blocks.found == at_once.found).all()
+        np.testing.assert_allclose(in_blocks.nearness, at_once.nearness, rtol=1e-5, atol=1e-5)
+    assert index.search(queries[:0], 8).ids.shape == (0, 8)
+
+
+@pytest.mark.usefixtures("small_is_large")
+@pytest.mark.parametrize("inner", [True, False])
 def test_where_faiss_has_nothing_there_is_no_neighbour(inner: bool) -> None:
     keys, queries = keys_of(2000), keys_of(30, seed=1).astype(np.float32)
     index = indices.build(keys, inner, queries)

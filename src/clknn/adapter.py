@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,7 @@ def train(
             "use --method knn-mt, which needs no training"
         )
     classes = Classes.of(values)
-    run = _Run(_fresh_adapter(states, settings), settings)
+    run = _Run(_fresh_adapter(states, settings), settings, values)
     rng = torch.Generator().manual_seed(settings.seed)
     centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
     if checkpoint is not None and checkpoint.exists():
@@ -285,8 +286,9 @@ def train(
 class _Run:
     """The moving parts of one training: weights, optimiser, the best weights so far."""
 
-    def __init__(self, adapter: Adapter, settings: AdapterSettings) -> None:
+    def __init__(self, adapter: Adapter, settings: AdapterSettings, values: Values) -> None:
         self.adapter, self.settings = adapter, settings
+        self.entries = zlib.crc32(np.ascontiguousarray(values))  # a datastore can change between two calls
         self.optimiser = torch.optim.AdamW(
             adapter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
         )
@@ -342,6 +344,7 @@ class _Run:
             tensors |= {f"adam.{i}.{name}": torch.as_tensor(value) for name, value in moments.items()}
         notes = {
             "settings": asdict(self.settings),
+            "entries": self.entries,
             "curve": [asdict(s) for s in self.curve],
             "step": self.step,
             "sampling": self.sampling,
@@ -356,10 +359,13 @@ class _Run:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
             notes = json.loads(file.metadata()["run"])
         # Training longer than before is the same training; anything else would be another.
-        if AdapterSettings(**notes["settings"]) != replace(self.settings, steps=notes["settings"]["steps"]):
-            raise InputError(f"{path}: a training with other settings is half-finished here; delete it to start over")
-        now = {k.removeprefix("now.adapter."): v for k, v in tensors.items() if k.startswith("now.")}
-        self.adapter.load_state_dict(now)
+        before = notes["settings"] | {"steps": self.settings.steps}
+        for what, same in ("settings", before == asdict(self.settings)), ("entries", notes["entries"] == self.entries):
+            if not same:
+                raise InputError(f"{path}: a training with other {what} is half-finished here; delete it to start over")
+        now = Adapter.of({k.removeprefix("now."): v for k, v in tensors.items() if k.startswith("now.")})
+        assert now is not None
+        self.adapter.load_state_dict(now.state_dict())
         self.best = {k.removeprefix("best."): v for k, v in tensors.items() if k.startswith("best.")}
         state: dict[int, dict[str, Tensor]] = {}
         for key, value in tensors.items():

@@ -60,12 +60,13 @@ Source = Annotated[str, typer.Option(help="Source language, as in the file: de, 
 Target = Annotated[str, typer.Option(help="Target language.")]
 Out = Annotated[Path, typer.Option(help="The folder to make the datastore in.")]
 HoldOut = Annotated[
-    int, typer.Option(help="Pairs held out for tuning, and as many again for the verdict; at most a twentieth each.")
+    int,
+    typer.Option(min=0, help="Pairs held out for tuning, and as many again for the verdict; at most a twentieth each."),
 ]
 TuneOn = Annotated[
     list[Path] | None, typer.Option(help="Tune on these pairs instead of held-out ones; twice for two aligned files.")
 ]
-Seed = Annotated[int, typer.Option(help="Decides what is held out and drawn.")]
+Seed = Annotated[int, typer.Option(min=0, help="Decides what is held out and drawn.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit that would be skipped.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str, typer.Option(help="The model's precision: float32 or bfloat16.")]
@@ -98,7 +99,7 @@ def adapt(
     target: Target,
     out: Out,
     method: MethodOption = Method.clknn,
-    steps: Annotated[int | None, typer.Option(help="Most training steps; it stops early when it can.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Most training steps; it stops early when it can.")] = None,
     hold_out: HoldOut = 300,
     tune_on: TuneOn = None,
     seed: Seed = 0,
@@ -155,24 +156,28 @@ def train(
     model: OtherModel = None,
     states_of: Annotated[Path | None, typer.Option(help="Train on another datastore's states.")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Start from the published settings.")] = False,
-    steps: Annotated[int | None, typer.Option(help="Most training steps.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Anchors in a step.")] = None,
-    positives: Annotated[int | None, typer.Option(help="M, positives of an anchor.")] = None,
-    negatives: Annotated[int | None, typer.Option(help="N, hard negatives of an anchor.")] = None,
-    nearest: Annotated[int | None, typer.Option(help="K, class centres that negatives come from.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="T' of the loss.")] = None,
-    inner: Annotated[int | None, typer.Option(help="d_f, width of the hidden layer.")] = None,
-    width: Annotated[int | None, typer.Option(help="d_o, width of the output.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Most training steps.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Anchors in a step.")] = None,
+    positives: Annotated[int | None, typer.Option(min=1, help="M, positives of an anchor.")] = None,
+    negatives: Annotated[int | None, typer.Option(min=1, help="N, hard negatives of an anchor.")] = None,
+    nearest: Annotated[int | None, typer.Option(min=1, help="K, class centres that negatives come from.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.001, help="T' of the loss.")] = None,
+    inner: Annotated[int | None, typer.Option(min=1, help="d_f, width of the hidden layer.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="d_o, width of the output.")] = None,
     residual: Annotated[bool | None, typer.Option(help="Start from the states themselves.")] = None,
     shared: Annotated[bool | None, typer.Option(help="Other anchors' candidates are negatives too.")] = None,
     anchor_power: Annotated[
         float | None, typer.Option(help="Classes are drawn by count to this power; 1: uniform over entries.")
     ] = None,
-    refresh: Annotated[int | None, typer.Option(help="Steps between centre computations; 0: once.")] = None,
-    centre_entries: Annotated[int | None, typer.Option(help="Entries of a class that make its centre; 0: all.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Largest learning rate.")] = None,
-    validate_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
-    patience: Annotated[int | None, typer.Option(help="Validations without a better one before it stops.")] = None,
+    refresh: Annotated[int | None, typer.Option(min=0, help="Steps between centre computations; 0: once.")] = None,
+    centre_entries: Annotated[
+        int | None, typer.Option(min=0, help="Entries of a class that make its centre; 0: all.")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(min=0, help="Largest learning rate.")] = None,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Validations without a better one before it stops.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """Stage 2: train the adapter by supervised contrastive learning."""
@@ -206,7 +211,7 @@ def project(
     store: Store,
     model: OtherModel = None,
     method: MethodOption = Method.clknn,
-    size: Annotated[int | None, typer.Option(help="Dimensions kept by PCA; by default 128 at most.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Dimensions kept by PCA; by default 128 at most.")] = None,
     centred: Annotated[bool, typer.Option(help="Subtract the mean before PCA.")] = True,
 ) -> None:
     """Stage 3: turn states into keys and index them."""
@@ -251,7 +256,7 @@ def translate(
 ) -> None:
     """Translate standard input to standard output, one line to one line."""
     from clknn.model import Decoding
-    from clknn.translator import TooLong
+    from clknn.translator import TooLongError
 
     decoding = Decoding(beam, length_penalty, max_new_tokens)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
@@ -266,7 +271,7 @@ def translate(
     for block in _lines_as_they_come(sys.stdin.fileno()):
         try:
             say(translator.translate(block, evidence, batch))
-        except TooLong as error:
+        except TooLongError as error:
             say(translator.translate(block[: error.place], evidence, batch))
             raise InputError(f"standard input:{line + error.place + 1}: {error.reason}") from error
         line += len(block)
@@ -425,7 +430,7 @@ def _block(lines: list[bytes], number: int) -> Iterator[list[str]]:
             yield texts
             raise InputError(
                 f"standard input:{number}: not UTF-8 at byte {error.start + 1} of the line"
-                f" (0x{line[error.start]:02x}); convert it first (iconv -t utf-8)"
+                f" (0x{error.object[error.start]:02x}); convert it first (iconv -t utf-8)"
             ) from error
     yield texts
 

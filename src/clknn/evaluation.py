@@ -60,12 +60,17 @@ def compare(systems: Mapping[str, Sequence[str]], references: Sequence[str]) -> 
         named: list[tuple[str, Sequence[str]]] = [(name, list(h)) for name, h in systems.items()]
         metrics = {"BLEU": bleu, "chrF2": chrf}
         signatures, tested = PairedTest(named, metrics, None, test_type="bs", n_samples=RESAMPLES)()
-        p = {name: [cast(Result, result).p_value for result in tested[name]] for name in metrics}
+        p = {name: [_p_value(cast(Result, r), cast(Result, tested[name][0])) for r in tested[name]] for name in metrics}
     scores = {
         system: Score(b.score, c.score, b.bp, p_bleu, p_chrf)
         for system, (b, c), p_bleu, p_chrf in zip(systems, plain, p["BLEU"], p["chrF2"], strict=True)
     }
     return Comparison(scores, str(signatures["BLEU"]), str(signatures["chrF2"]), len(references))
+
+
+def _p_value(result: Result, first: Result) -> float | None:
+    """sacrebleu's, but 1 where the scores are equal: of a system against itself it says 1 / 1001, significant."""
+    return 1.0 if result.p_value is not None and result.score == first.score else result.p_value
 
 
 def timed(translator: Translator, sources: Sequence[str], batch: int = BATCH) -> tuple[list[Translation], float]:

@@ -22,7 +22,7 @@ from clknn.model import Decoding, Model
 BATCH = 32
 
 
-class TooLong(InputError):
+class TooLongError(InputError):
     """One of the texts, `place`, has more tokens than the model holds."""
 
     def __init__(self, place: int, reason: str) -> None:
@@ -119,9 +119,9 @@ class Translator:
         sources, longest = self.model.tokenise_sources(list(texts)), self.model.longest
         for i, (text, tokens) in enumerate(zip(texts, sources, strict=True)):
             if len(tokens) > longest:
-                start = repr(text[:40]) + ("…" if len(text) > 40 else "")
-                raise TooLong(
-                    i, f"{start} has {len(tokens):,} tokens and the model holds {longest:,}; split it into sentences"
+                begins = repr(text[:40]) + ("…" if len(text) > 40 else "")
+                raise TooLongError(
+                    i, f"{begins} has {len(tokens):,} tokens and the model holds {longest:,}; split it into sentences"
                 )
         order = sorted((i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i]))
         done = {i: Translation(text, "", [] if evidence else None) for i, text in enumerate(texts)}
@@ -152,7 +152,7 @@ class Translator:
             for vote in evidence.votes:
                 pair_id = int(self.datastore.pair_ids[vote.entry])
                 seen = shares.get(pair_id)
-                share = vote.share / evidence.p_mix / len(tokens) + (seen.share if seen else 0.0)
+                share = vote.share / (evidence.p_mix or 1.0) / len(tokens) + (seen.share if seen else 0.0)
                 position = seen.position if seen else int(self.datastore.positions[vote.entry])
                 nearness = seen.nearness if seen else vote.nearness
                 shares[pair_id] = Support(pairs[pair_id], pair_id, position, share, nearness)
