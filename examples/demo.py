@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from clknn import AdapterSettings, Pair, Tally, Translator, adaptation, load_model
 from clknn.corpus import read_pairs, write_tmx
@@ -97,10 +98,10 @@ def _side_by_side(result: adaptation.Verdict, test: list[Pair]) -> None:
     ]
     for i in changed[:3]:
         table = Table(show_header=False, title=f"\nTest pair {i + 1}", title_justify="left", width=100)
-        table.add_row("source", test[i].source)
-        table.add_row("base", result.base[i].text)
-        table.add_row("with datastore", result.ours[i].text)
-        table.add_row("reference", test[i].target)
+        table.add_row("source", Text(test[i].source))
+        table.add_row("base", Text(result.base[i].text))
+        table.add_row("with datastore", Text(result.ours[i].text))
+        table.add_row("reference", Text(test[i].target))
         console.print(table)
 
 
@@ -112,16 +113,15 @@ def _evidence(translator: Translator, test: list[Pair], result: adaptation.Verdi
         if 6 <= len(pair.source.split()) <= 14 and result.base[i].text != result.ours[i].text
     )
     (translation,) = translator.translate([test[i].source], evidence=True)
-    title = f"\nWhy: {translation.text}"
-    columns = ("word", "from memory", "model p", "share", "stored pair that voted")
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(title=f"\nWhy: {translation.text}", title_justify="left")
+    for column in ("word", "from memory", "model p", "share"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("stored pair that voted (unit of the TMX)", no_wrap=True, overflow="ellipsis")
     for word in translation.words or []:
-        for n, vote in enumerate(word.support[:2]):
-            origin = f"{vote.pair.origin.line}: {vote.pair.source[:38]} = {vote.pair.target[:38]}"
-            shown = (word.text, f"{word.retrieved:.0%}", f"{word.p_model:.2f}") if n == 0 else ("", "", "")
-            table.add_row(*shown, f"{vote.share:.2f}", origin)
-        if not word.support:
-            table.add_row(word.text, f"{word.retrieved:.0%}", f"{word.p_model:.2f}", "", "none")
+        rows = [(f"{s.share:.2f}", f"{s.pair.target} = {s.pair.source} ({s.pair.origin.unit})") for s in word.support]
+        for n, (share, pair) in enumerate(rows[:2] or [("", "none")]):
+            shown = ("", "", "") if n else (word.text, f"{word.retrieved:.0%}", f"{word.p_model:.2f}")
+            table.add_row(*shown, share, Text(pair))  # Text: what stands in a memory is never markup
     console.print(table)
 
 

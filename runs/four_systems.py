@@ -123,6 +123,8 @@ def main(
 
 
 def _say(stage: str, done: float, total: float, note: str = "") -> None:
+    if done < total and stage != "train":
+        return
     typer.echo(f"{time.strftime('%H:%M:%S')} {stage} {done:,.0f}/{total:,.0f} {note}", err=True)
 
 

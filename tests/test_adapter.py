@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from clknn import adapter as adapters
-from clknn.adapter import PAPER, Adapter, AdapterSettings, Classes, Step, contrastive_loss, train, trainable
+from clknn.adapter import PAPER, Adapter, AdapterSettings, Classes, Step, Trained, contrastive_loss, train, trainable
 from clknn.errors import InputError
 
 Halves = npt.NDArray[np.float16]
@@ -332,7 +334,8 @@ def test_the_adapter_is_two_layers_and_survives_its_tensors(residual: bool) -> N
 # ---- training
 
 
-def confusable(seed: int, per: int = 30, kinds: int = 12) -> tuple[Halves, Values]:
+@cache
+def confusable(seed: int, per: int = 20, kinds: int = 12) -> tuple[Halves, Values]:
     """Twelve values told apart by 4 of 16 numbers; the other 12 are louder, and noise."""
     means = np.random.default_rng(50).normal(size=(kinds, 4)) * 2.0
     draw = np.random.default_rng(seed)
@@ -427,6 +430,12 @@ def test_a_seed_decides_everything_and_the_global_one_nothing() -> None:
     assert not same(one.adapter, other.adapter)
 
 
+def test_every_stretch_between_validations_draws_batches_of_its_own() -> None:
+    """With weights that do not move, a stretch's loss tells only what was drawn."""
+    trained = train(*confusable(0), replace(SMALL, steps=20, validate_every=5, learning_rate=0.0), lambda _: 0.0)
+    assert len({step.loss for step in trained.curve[1:]}) == 4
+
+
 def scripted(accuracies: list[float]) -> tuple[Callable[[Adapter], float], list[Adapter]]:
     """A validation that says these numbers in turn, and the adapters as it saw them."""
     seen: list[Adapter] = []
@@ -485,6 +494,11 @@ def test_a_residual_adapter_of_another_width_is_refused() -> None:
 # ---- checkpoints
 
 
+def load_notes(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return opened.metadata()
+
+
 def interrupt_at(step: int) -> Callable[[Step], None]:
     def advance(reached: Step) -> None:
         if reached.step == step:
@@ -493,13 +507,22 @@ def interrupt_at(step: int) -> Callable[[Step], None]:
     return advance
 
 
-@pytest.mark.parametrize("refresh", [None, 15, 20])
-@pytest.mark.parametrize("interrupted", [20, 40, 80])
+SHORT = replace(SMALL, steps=40, validate_every=10)
+
+
+@pytest.fixture(scope="module", params=[None, 7, 10])
+def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Path]:
+    """A training by each of three settings of `refresh`, and its last checkpoint."""
+    checkpoint = tmp_path_factory.mktemp("training") / "whole"
+    return train(*confusable(0), replace(SHORT, refresh=request.param), accuracy_of, checkpoint), checkpoint
+
+
+@pytest.mark.parametrize("interrupted", [10, 20, 40])
 def test_a_training_interrupted_and_resumed_ends_as_one_that_was_not(
-    refresh: int | None, interrupted: int, tmp_path: Path
+    uninterrupted: tuple[Trained, Path], interrupted: int, tmp_path: Path
 ) -> None:
-    settings = replace(SMALL, refresh=refresh)
-    whole = train(*confusable(0), settings, accuracy_of, tmp_path / "whole")
+    whole, checkpoint = uninterrupted
+    settings = AdapterSettings(**json.loads(load_notes(checkpoint)["run"])["settings"])
     with pytest.raises(KeyboardInterrupt):
         train(*confusable(0), settings, accuracy_of, tmp_path / "parts", interrupt_at(interrupted))
     reported: list[Step] = []
@@ -509,28 +532,28 @@ def test_a_training_interrupted_and_resumed_ends_as_one_that_was_not(
     assert [(s.step, s.accuracy, s.best) for s in parts.curve] == [(s.step, s.accuracy, s.best) for s in whole.curve]
     assert [s.loss for s in parts.curve[1:]] == [s.loss for s in whole.curve[1:]]
     # The best step may be an early one: the last weights, the optimiser and the centres are in the checkpoints.
-    left, right = load_file(tmp_path / "parts"), load_file(tmp_path / "whole")
+    left, right = load_file(tmp_path / "parts"), load_file(checkpoint)
     assert left.keys() == right.keys()
     assert {"centres", "now.adapter.inner.weight", "best.adapter.inner.weight", "adam.0.exp_avg"} <= left.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
-    assert [f.name for f in sorted(tmp_path.iterdir())] == ["parts", "whole"]
+    assert [f.name for f in tmp_path.iterdir()] == ["parts"]
 
 
 def test_a_refresh_moves_the_centres(tmp_path: Path) -> None:
     """Otherwise the test above would hold of a setting that does nothing."""
-    train(*confusable(0), SMALL, accuracy_of, tmp_path / "once")
-    train(*confusable(0), replace(SMALL, refresh=15), accuracy_of, tmp_path / "often")
+    train(*confusable(0), SHORT, accuracy_of, tmp_path / "once")
+    train(*confusable(0), replace(SHORT, refresh=7), accuracy_of, tmp_path / "often")
     once, often = load_file(tmp_path / "once")["centres"], load_file(tmp_path / "often")["centres"]
     assert (once * often).sum(1).min() < 0.99
 
 
 def test_a_finished_training_is_not_done_again(tmp_path: Path) -> None:
-    whole = train(*confusable(0), SMALL, accuracy_of, tmp_path / "run")
+    whole = train(*confusable(0), SHORT, accuracy_of, tmp_path / "run")
 
     def never(_: Adapter) -> float:
         raise AssertionError("validated again")
 
-    again = train(*confusable(0), SMALL, never, tmp_path / "run")
+    again = train(*confusable(0), SHORT, never, tmp_path / "run")
     assert same(again.adapter, whole.adapter)
     assert again.curve[1:] == whole.curve[1:]
 
@@ -539,9 +562,9 @@ def test_a_finished_training_is_not_done_again(tmp_path: Path) -> None:
     "change", [{"seed": 1}, {"learning_rate": 2e-3}, {"refresh": 7}, {"inner": 20}, {"centre_term": 0.0}]
 )
 def test_resuming_with_other_settings_is_refused(change: dict[str, float], tmp_path: Path) -> None:
-    train(*confusable(0), replace(SMALL, steps=20), accuracy_of, tmp_path / "run")
+    train(*confusable(0), replace(SHORT, steps=10), accuracy_of, tmp_path / "run")
     with pytest.raises(InputError, match=r"run: a training with other settings is half-finished here; delete it"):
-        train(*confusable(0), replace(SMALL, steps=20, **change), accuracy_of, tmp_path / "run")
+        train(*confusable(0), replace(SHORT, steps=10, **change), accuracy_of, tmp_path / "run")
 
 
 def test_resuming_on_other_entries_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from clknn.tuning import KS, SIMILARITY_TEMPERATURES, WEIGHTS, Tuned, temperatur
 V = 9
 
 
-def held_out(seed: int, rows: int = 40, k: int = 12, distances: bool = False) -> tuple[Neighbours, Tensor, Tensor]:
+def held_out(seed: int, rows: int = 24, k: int = 12, distances: bool = False) -> tuple[Neighbours, Tensor, Tensor]:
     """Neighbours that are right more often the nearer they are, log p_model [R, V], and the right tokens."""
     rng = np.random.default_rng(seed)
     truth = rng.integers(0, V, rows)
@@ -116,7 +116,7 @@ def test_no_k_beyond_the_neighbours_at_hand() -> None:
     # Only the twelfth neighbour is right, so the largest k there is wins.
     values = (truth[:, None] + 1).expand(-1, 12).clone() % V
     values[:, 11] = truth
-    last = Neighbours(neighbours.ids, values, everything, similarity=torch.full((40, 12), 0.9))
+    last = Neighbours(neighbours.ids, values, everything, similarity=torch.full((24, 12), 0.9))
     flat = torch.full_like(log_p, -math.log(V) - 5)
     assert run(last, flat, truth, scaled=False, ks=(2, 12, 16)).mixing.k == 12
     assert run(last, flat, truth, scaled=False, ks=(2, 8, 16)).mixing.k in (2, 8)
@@ -149,7 +149,7 @@ def test_neighbours_at_distance_nothing_do_not_stop_tuning() -> None:
     neighbours, log_p, truth = held_out(9, distances=True)
     assert neighbours.distance is not None
     far = neighbours.distance.clone()
-    far[:30] = 0
+    far[:18] = 0
     tuned = run(Neighbours(neighbours.ids, neighbours.values, neighbours.found, distance=far), log_p, truth, False)
     assert math.isfinite(tuned.log_likelihood)
     assert tuned.log_likelihood > tuned.base

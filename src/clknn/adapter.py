@@ -288,7 +288,7 @@ class _Run:
 
     def __init__(self, adapter: Adapter, settings: AdapterSettings, values: Values) -> None:
         self.adapter, self.settings = adapter, settings
-        self.entries = zlib.crc32(np.ascontiguousarray(values))  # a datastore can change between two calls
+        self.entries = zlib.crc32(np.ascontiguousarray(values).data)  # a datastore can change between two calls
         self.optimiser = torch.optim.AdamW(
             adapter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
         )

@@ -291,7 +291,7 @@ def writing(path: Path, begins: bool = False) -> Iterator[None]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
-        lock = (path / "lock").open("w")
+        lock = (path / "lock").open("a")
     except OSError as error:
         raise DatastoreError(f"{path}: cannot be written to ({error.strerror}); make it writable") from error
     with lock:
@@ -303,7 +303,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _still_needed(path: Path) -> str:
-    """What the states, keys and index still to be written will take, going by the pairs force-decoded so far."""
+    """What is still to be written will take, going by the pairs force-decoded so far."""
     draft, done = read_draft(path), Progress.of(path / "progress.json")
     if (path / "manifest.json").exists() and draft is not None:  # a change writes its files beside the old ones
         return f"about {max(1, round(sum(mark.bytes for mark in draft.files.values()) / 1e6)):,} MB"
@@ -314,7 +314,8 @@ def _still_needed(path: Path) -> str:
     entries = done.entries * max(1.0, stored / done.pairs)
     states = (entries - done.entries) * (2 * draft.width + 12)
     keys = entries * min(128, draft.width) * (2 + (4 if entries < indices.EXACT_BELOW else 1))
-    return f"about {max(1, round((states + keys) / 1e6)):,} MB"
+    training = 0 if "adapter" in draft.files else 256 * draft.width**2  # two checkpoints of an adapter of 8 D^2 weights
+    return f"about {max(1, round((states + keys + training) / 1e6)):,} MB"
 
 
 # -- changing a finished datastore ------------------------------------------------------------------------------------
@@ -435,5 +436,6 @@ def from_states(
     projections.save(projection, files["projection"])
     indices.save(index, files["index"])
     k = min(indices.RECALL_AT, manifest.entries)
-    reached = indices.recall(index.search(asked, k), indices.exact_search(stored_keys, asked, k, projection.normed))
+    truth = indices.exact_search(stored_keys, asked, k, projection.normed)
+    reached = indices.recall(index.search(asked, k), truth, projection.normed)
     return files, index, {f"recall@{k}": round(reached, 4), "index": index.description}
