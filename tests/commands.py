@@ -171,7 +171,7 @@ def _become(request: dict[str, str]) -> None:
         (2, folder / "err", os.O_WRONLY | os.O_CREAT),
     ):
         os.dup2(os.open(path, flags, 0o600), stream)
-    sys.stdin = open(0, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.argv = ["clknn", *request["words"]]
     code = 1
     try:

@@ -243,7 +243,7 @@ def train(
         projections.save(Projection(trained.adapter), file)
         best = max(trained.curve, key=lambda step: step.accuracy)
         measured = {
-            "steps": trained.curve[-1].step,
+            "steps taken": trained.curve[-1].step,
             "best step": best.step,
             "retrieval accuracy@8 before": round(trained.curve[0].accuracy, 4),
             "retrieval accuracy@8": round(best.accuracy, 4),

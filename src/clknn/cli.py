@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from clknn.errors import DatastoreError, Error, InputError
+from clknn.errors import DatastoreError, Error, InputError, ModelError
 
 if TYPE_CHECKING:
     from clknn.adaptation import Verdict
@@ -388,6 +388,9 @@ def _model_of(store: Path, name: str | None, device: str = "cpu", dtype: str = "
     manifest = datastore.read_draft(store)
     if manifest is None:
         manifest = datastore.read_manifest(store)
+    remembered = Path(manifest.model)
+    if name is None and remembered.is_absolute() and not remembered.exists():
+        raise ModelError(f"{store}: its model was in {remembered} and is not there now; say where it is with --model")
     languages = manifest.source_language, manifest.target_language
     return _load(name or manifest.model, *languages, device, dtype, manifest.prefix)
 
@@ -506,7 +509,7 @@ def _say_manifest(store: Path, manifest: Manifest) -> None:
     for stage in ("build", "train", "project", "tune"):
         if stage in manifest.options:
             say(f"{stage}:")
-            for name, value in (manifest.options[stage] | manifest.measured[stage]).items():
+            for name, value in (*manifest.options[stage].items(), *manifest.measured[stage].items()):
                 say(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
 
 
