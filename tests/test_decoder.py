@@ -11,7 +11,7 @@ import torch
 import tiny
 from clknn import adaptation, datastore
 from clknn.decoder import decode
-from clknn.mixing import Mixing, mix
+from clknn.mixing import Mixing
 from clknn.model import Decoding, Model
 
 
@@ -34,7 +34,7 @@ def test_evidence_adds_up_to_p_mix_along_the_winning_hypothesis(
             forced = model.force([source], [hypothesis.tokens], with_log_p=True)
             assert forced.log_p is not None
             near = store.neighbours(store.project(forced.states), mixing.k)
-            log_p_mix = mix(forced.log_p, near, mixing)
+            log_p_mix = tiny.mixed(forced.log_p, near, mixing)
             for t, evidence in enumerate(hypothesis.evidence):
                 if evidence.weight == 0:
                     continue  # a forced end: nothing was retrieved

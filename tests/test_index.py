@@ -11,10 +11,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+import tiny
 from clknn import index as indices
 from clknn.errors import DatastoreError
 from clknn.index import Index, Nearest
-from clknn.mixing import Mixing, Neighbours, mix, p_knn
+from clknn.mixing import Mixing, Neighbours
 
 Halves = npt.NDArray[np.float16]
 Floats = npt.NDArray[np.float32]
@@ -222,10 +223,10 @@ def test_more_neighbours_than_entries_are_absent_and_weigh_nothing() -> None:
     values = np.array([4, 5, 6])[nearest.ids]
     neighbours = Neighbours(*map(torch.from_numpy, (nearest.ids, values, nearest.found, nearest.nearness)))
     alone = neighbours.first(3)
-    assert torch.equal(p_knn(neighbours, 0.1, 8), p_knn(alone, 0.1, 8))
+    assert torch.equal(tiny.p_knn(neighbours, 0.1, 8), tiny.p_knn(alone, 0.1, 8))
     log_p = torch.full((2, 8), 1 / 8).log()
     mixing = Mixing(5, 0.1, 0.5, scaled=True)
-    assert torch.equal(mix(log_p, neighbours, mixing), mix(log_p, alone, mixing))
+    assert torch.equal(tiny.mixed(log_p, neighbours, mixing), tiny.mixed(log_p, alone, mixing))
 
 
 def test_recall_by_hand() -> None:

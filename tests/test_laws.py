@@ -19,7 +19,7 @@ from clknn.corpus import Pair
 from clknn.datastore import Datastore
 from clknn.decoder import decode
 from clknn.errors import DatastoreError
-from clknn.mixing import Mixing, Neighbours, kernel, mix, p_knn, weights
+from clknn.mixing import Mixing, Neighbours, kernel, weights
 from clknn.model import Decoding, Model, TransformersModel
 from clknn.states import force_decode
 from clknn.translator import Translator
@@ -286,7 +286,7 @@ def random_neighbours(seed: int, rows: int = 6, k: int = 8, vocabulary: int = 20
 @pytest.mark.parametrize("seed", range(5))
 def test_7_p_knn_sums_to_1_or_is_nothing(seed: int) -> None:
     near = random_neighbours(seed)
-    p = p_knn(near, 0.01, 20)
+    p = tiny.p_knn(near, 0.01, 20)
     torch.testing.assert_close(p.sum(1), near.found.any(1).float())
     assert (p >= 0).all()
     assert p[0].sum() == 0
@@ -303,9 +303,9 @@ def test_7_the_order_of_neighbours_does_not_matter_and_none_found_leaves_the_mod
     )
     log_p = torch.log_softmax(torch.randn(6, 20, generator=torch.Generator().manual_seed(seed)), -1)
     mixing = Mixing(8, 0.05, 0.6, scaled=True)
-    torch.testing.assert_close(mix(log_p, near, mixing), mix(log_p, other, mixing))
-    assert torch.equal(mix(log_p, near, mixing)[0], log_p[0])
-    torch.testing.assert_close(mix(log_p, near, mixing).exp().sum(1), torch.ones(6))
+    torch.testing.assert_close(tiny.mixed(log_p, near, mixing), tiny.mixed(log_p, other, mixing))
+    assert torch.equal(tiny.mixed(log_p, near, mixing)[0], log_p[0])
+    torch.testing.assert_close(tiny.mixed(log_p, near, mixing).exp().sum(1), torch.ones(6))
     assert (kernel(near, 0.05)[~near.found] == 0).all()
 
 

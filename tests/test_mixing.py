@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny
 from clknn.errors import InputError
-from clknn.mixing import Mixing, Neighbours, confidence, kernel, mix, p_knn, weights
+from clknn.mixing import Mixing, Neighbours, confidence, kernel, weights
 
 Doubles = npt.NDArray[np.float64]
 seeds = st.integers(0, 2**32 - 1)
@@ -82,7 +83,7 @@ def test_kernel_and_p_knn_equal_the_equation_for_similarities(seed: int, tempera
     expected = reference_kernel(neighbours, temperature)
     np.testing.assert_allclose(kernel(neighbours, temperature), expected, rtol=2e-5, atol=1e-30)
     expected = reference_p_knn(neighbours, temperature)
-    np.testing.assert_allclose(p_knn(neighbours, temperature, V), expected, rtol=2e-5, atol=1e-30)
+    np.testing.assert_allclose(tiny.p_knn(neighbours, temperature, V), expected, rtol=2e-5, atol=1e-30)
 
 
 @given(seeds, st.sampled_from([1.0, 10.0, 100.0]))
@@ -91,27 +92,27 @@ def test_kernel_and_p_knn_equal_the_equation_for_distances(seed: int, temperatur
     expected = reference_kernel(neighbours, temperature)
     np.testing.assert_allclose(kernel(neighbours, temperature), expected, rtol=2e-5, atol=1e-30)
     expected = reference_p_knn(neighbours, temperature)
-    np.testing.assert_allclose(p_knn(neighbours, temperature, V), expected, rtol=2e-5, atol=1e-30)
+    np.testing.assert_allclose(tiny.p_knn(neighbours, temperature, V), expected, rtol=2e-5, atol=1e-30)
 
 
 def test_p_knn_by_hand() -> None:
     """exp(ln 3) : 1 : 1, of which the first and the last share a value."""
     near = torch.tensor([[math.log(3) * 0.1, 0.0, 0.0]])
     neighbours = Neighbours(torch.tensor([[5, 6, 7]]), torch.tensor([[2, 4, 2]]), near == near, similarity=near)
-    np.testing.assert_allclose(p_knn(neighbours, 0.1, 6), [[0, 0, 0.8, 0, 0.2, 0]], rtol=1e-6)
+    np.testing.assert_allclose(tiny.p_knn(neighbours, 0.1, 6), [[0, 0, 0.8, 0, 0.2, 0]], rtol=1e-6)
 
 
 def test_a_smaller_distance_weighs_more() -> None:
     far = torch.tensor([[1.0, 9.0]])
     neighbours = Neighbours(torch.tensor([[0, 1]]), torch.tensor([[3, 4]]), far == far, distance=far)
-    p = p_knn(neighbours, 4.0, 6)[0]
+    p = tiny.p_knn(neighbours, 4.0, 6)[0]
     assert p[3] / p[4] == pytest.approx(math.exp(2))
 
 
 @given(seeds, temperatures, st.booleans())
 def test_p_knn_sums_to_one_or_is_all_zero_where_nothing_was_found(seed: int, t: float, distances: bool) -> None:
     neighbours = made(seed, distances, share_found=0.2)
-    p = p_knn(neighbours, t, V)
+    p = tiny.p_knn(neighbours, t, V)
     any_found = neighbours.found.any(1)
     assert not any_found.all()
     np.testing.assert_allclose(p.sum(1)[any_found], 1, rtol=1e-5)
@@ -137,7 +138,7 @@ def test_confidence_refuses_distances() -> None:
     with pytest.raises(InputError, match="needs similarities"):
         confidence(made(0, distances=True))
     with pytest.raises(InputError, match="needs similarities"):
-        mix(model(0), made(0, distances=True), Mixing(6, 10.0, 0.5, scaled=True))
+        tiny.mixed(model(0), made(0, distances=True), Mixing(6, 10.0, 0.5, scaled=True))
 
 
 def test_weights_by_hand() -> None:
@@ -152,7 +153,7 @@ def test_weights_by_hand() -> None:
 @given(seeds, temperatures, st.sampled_from([0.0, 0.05, 0.5, 0.95]), st.booleans())
 def test_mix_equals_the_equation_for_similarities(seed: int, temperature: float, weight: float, scaled: bool) -> None:
     neighbours, mixing = made(seed), Mixing(6, temperature, weight, scaled)
-    got = mix(model(seed), neighbours, mixing)
+    got = tiny.mixed(model(seed), neighbours, mixing)
     np.testing.assert_allclose(got, reference_mix(model(seed), neighbours, mixing), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got.exp().sum(1), 1, rtol=1e-5)
 
@@ -161,7 +162,7 @@ def test_mix_equals_the_equation_for_similarities(seed: int, temperature: float,
 def test_mix_equals_the_equation_for_distances(seed: int, weight: float) -> None:
     neighbours, mixing = made(seed, distances=True), Mixing(6, 10.0, weight, scaled=False)
     expected = reference_mix(model(seed), neighbours, mixing)
-    np.testing.assert_allclose(mix(model(seed), neighbours, mixing), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(tiny.mixed(model(seed), neighbours, mixing), expected, rtol=1e-5, atol=1e-5)
 
 
 @given(seeds, st.booleans(), st.booleans())
@@ -171,9 +172,9 @@ def test_the_order_of_neighbours_does_not_matter(seed: int, distances: bool, sca
     order = torch.tensor(np.random.default_rng(seed).permuted(np.tile(np.arange(6), (5, 1)), axis=1))
     shuffled = neighbours._each(lambda tensor: tensor.gather(1, order))
     mixing = Mixing(6, 10.0 if distances else 0.05, 0.6, scaled and not distances)
-    left, right = (mix(model(seed), n, mixing) for n in (neighbours, shuffled))
+    left, right = (tiny.mixed(model(seed), n, mixing) for n in (neighbours, shuffled))
     np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(p_knn(neighbours, 0.05, V), p_knn(shuffled, 0.05, V), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(tiny.p_knn(neighbours, 0.05, V), tiny.p_knn(shuffled, 0.05, V), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("distances", [False, True])
@@ -189,29 +190,29 @@ def test_what_was_not_found_never_matters(distances: bool, nearness: float, rubb
     dirty = replace(clean, ids=ids, values=values, **{"distance" if distances else "similarity": near})
     mixing = Mixing(6, 0.05, 0.6, scaled=not distances)
     assert torch.equal(kernel(dirty, 0.05), kernel(clean, 0.05))
-    assert torch.equal(p_knn(dirty, 0.05, V), p_knn(clean, 0.05, V))
-    assert torch.equal(mix(model(3), dirty, mixing), mix(model(3), clean, mixing))
-    assert mix(model(3), dirty, mixing).isfinite().all()
+    assert torch.equal(tiny.p_knn(dirty, 0.05, V), tiny.p_knn(clean, 0.05, V))
+    assert torch.equal(tiny.mixed(model(3), dirty, mixing), tiny.mixed(model(3), clean, mixing))
+    assert tiny.mixed(model(3), dirty, mixing).isfinite().all()
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_weight_0_gives_the_model_bit_for_bit(scaled: bool) -> None:
     log_p = model(4)
     log_p[1, ::2] = -math.inf  # tokens that the model forbids
-    assert torch.equal(mix(log_p, made(4), Mixing(6, 0.01, 0.0, scaled)), log_p)
+    assert torch.equal(tiny.mixed(log_p, made(4), Mixing(6, 0.01, 0.0, scaled)), log_p)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_row_without_neighbours_gives_the_model_bit_for_bit(scaled: bool) -> None:
     log_p = model(5)
-    mixed = mix(log_p, made(5), Mixing(6, 0.01, 1.0, scaled))
+    mixed = tiny.mixed(log_p, made(5), Mixing(6, 0.01, 1.0, scaled))
     assert torch.equal(mixed[-1], log_p[-1])
     assert not torch.equal(mixed[:-1], log_p[:-1])
 
 
 def test_weight_1_gives_log_p_knn() -> None:
     neighbours = made(6)
-    mixed = mix(model(6), neighbours, Mixing(6, 0.2, 1.0, scaled=False))[:-1]  # the last row has no neighbours
+    mixed = tiny.mixed(model(6), neighbours, Mixing(6, 0.2, 1.0, scaled=False))[:-1]  # the last row has no neighbours
     with np.errstate(divide="ignore"):
         expected = np.log(reference_p_knn(neighbours, 0.2))[:-1]
     np.testing.assert_allclose(mixed, expected, rtol=1e-5, atol=1e-5)
@@ -222,7 +223,7 @@ def test_a_token_that_the_model_forbids_comes_from_its_neighbours() -> None:
     neighbours = made(7)
     log_p = torch.full((5, V), -math.inf)
     log_p[:, 0] = 0.0
-    mixed = mix(log_p, neighbours, Mixing(6, 0.2, 0.5, scaled=False))
+    mixed = tiny.mixed(log_p, neighbours, Mixing(6, 0.2, 0.5, scaled=False))
     expected = reference_mix(log_p, neighbours, Mixing(6, 0.2, 0.5, scaled=False))
     np.testing.assert_allclose(mixed, expected, rtol=1e-5, atol=1e-5)
 
@@ -233,9 +234,9 @@ def test_a_small_temperature_does_not_overflow() -> None:
     neighbours = Neighbours(torch.arange(4)[None], torch.tensor([[1, 2, 1, 3]]), similarity > 0, similarity=similarity)
     first, second = 1 + math.exp(-1), 1.0
     expected = np.array([0, first, second, 0, 0]) / (first + second)
-    np.testing.assert_allclose(p_knn(neighbours, 0.001, 5)[0], expected, rtol=1e-4)
+    np.testing.assert_allclose(tiny.p_knn(neighbours, 0.001, 5)[0], expected, rtol=1e-4)
     log_p = torch.full((1, 5), math.log(0.2))
-    mixed = mix(log_p, neighbours, Mixing(4, 0.001, 0.5, scaled=False))
+    mixed = tiny.mixed(log_p, neighbours, Mixing(4, 0.001, 0.5, scaled=False))
     np.testing.assert_allclose(mixed.exp()[0], 0.1 + expected / 2, rtol=1e-4)
 
 

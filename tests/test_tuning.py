@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clknn.mixing import Mixing, Neighbours, mix
+import tiny
+from clknn.mixing import Mixing, Neighbours
 from clknn.tuning import KS, SIMILARITY_TEMPERATURES, WEIGHTS, Tuned, temperatures, tune
 
 V = 9
@@ -77,7 +78,7 @@ def test_the_best_of_the_grid_is_the_one_a_double_loop_finds(scaled: bool, dista
 def test_the_likelihood_is_that_of_the_mix_which_decoding_uses(scaled: bool) -> None:
     neighbours, log_p, truth = held_out(2)
     tuned = run(neighbours, log_p, truth, scaled)
-    mixed = mix(log_p, neighbours.first(tuned.mixing.k), tuned.mixing)
+    mixed = tiny.mixed(log_p, neighbours.first(tuned.mixing.k), tuned.mixing)
     assert tuned.log_likelihood == pytest.approx(float(mixed.gather(1, truth[:, None]).mean()), abs=1e-5)
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 import sentencepiece
 import torch
 import transformers
+from torch import Tensor
 
 from clknn.corpus import Origin, Pair
+from clknn.mixing import Combiner, Neighbours, by_value, kernel, mix
 
 FAMILIES = ("marian", "fsmt", "m2m100", "mbart", "t5")
 SOURCE_WORDS = "haus baum katze hund tag nacht wasser brot feuer stein vogel fisch rot blau alt neu groß klein".split()
@@ -155,3 +157,13 @@ def _t5(folder: Path) -> tuple[object, object]:
     )  # fmt: skip
     config.task_specific_params = {"translation_de_to_en": {"prefix": "haus: "}}
     return transformers.T5ForConditionalGeneration(config), tokenizer
+
+
+def mixed(log_p_model: Tensor, neighbours: Neighbours, combiner: Combiner) -> Tensor:
+    """log p_mix, as a step of decoding makes it."""
+    return mix(log_p_model, neighbours, combiner.shares(log_p_model, neighbours))
+
+
+def p_knn(neighbours: Neighbours, temperature: float, vocabulary: int) -> Tensor:
+    """The kernel's shares, added up by value."""
+    return by_value(kernel(neighbours, temperature), neighbours, vocabulary)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clknn.datastore import Retriever
-from clknn.mixing import Mixing, Neighbours, kernel, mix, weights
+from clknn.mixing import Combiner, Neighbours, Shares, mix
 from clknn.model import Decoding, Mix, Model, Tokens
 
 
@@ -50,14 +50,14 @@ def decode(
     sources: Sequence[Tokens],
     decoding: Decoding,
     retriever: Retriever | None = None,
-    mixing: Mixing | None = None,
+    combiner: Combiner | None = None,
     evidence: bool = False,
 ) -> list[Hypothesis]:
-    """The best hypothesis of each source; without a retriever and mixing, the base model's."""
-    if retriever is None or mixing is None:
+    """The best hypothesis of each source; without a retriever and a combiner, the base model's."""
+    if retriever is None or combiner is None:
         return [Hypothesis(g.tokens, None) for g in model.generate(list(sources), decoding)]
     steps: dict[int, _Step] = {}
-    generated = model.generate(list(sources), decoding, _mixer(retriever, mixing, steps if evidence else None))
+    generated = model.generate(list(sources), decoding, _mixer(retriever, combiner, steps if evidence else None))
     if not evidence:
         return [Hypothesis(g.tokens, None) for g in generated]
     return [
@@ -66,14 +66,13 @@ def decode(
     ]
 
 
-def _mixer(retriever: Retriever, mixing: Mixing, steps: dict[int, _Step] | None) -> Mix:
+def _mixer(retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | None) -> Mix:
     def mixed(step: int, states: Tensor, log_p_model: Tensor) -> Tensor:
-        neighbours = retriever.neighbours(retriever.project(states), mixing.k).to(log_p_model.device)
+        neighbours = retriever.neighbours(retriever.project(states), combiner.k).to(log_p_model.device)
+        shares = combiner.shares(log_p_model, neighbours)
         if steps is not None:
-            weight = weights(neighbours, mixing)  # [R]
-            shares = weight[:, None] * kernel(neighbours, mixing.temperature)  # [R, K]
-            steps[step] = _Step(neighbours, shares, weight, log_p_model)
-        return mix(log_p_model, neighbours, mixing)
+            steps[step] = _Step(neighbours, shares, log_p_model)
+        return mix(log_p_model, neighbours, shares)
 
     return mixed
 
@@ -81,8 +80,7 @@ def _mixer(retriever: Retriever, mixing: Mixing, steps: dict[int, _Step] | None)
 @dataclass(frozen=True)
 class _Step:
     neighbours: Neighbours  # [R, K]
-    shares: Tensor  # [R, K]
-    weight: Tensor  # [R]
+    shares: Shares  # [R], [R, K]
     log_p_model: Tensor  # [R, V]
 
 
@@ -93,8 +91,8 @@ def _evidence(step: _Step | None, row: int, token: int) -> Evidence:
     assert near is not None
     voted = (step.neighbours.values[row] == token) & step.neighbours.found[row]  # [K]
     votes = [
-        Vote(int(step.neighbours.ids[row, i]), float(step.shares[row, i]), float(near[row, i]))
+        Vote(int(step.neighbours.ids[row, i]), float(step.shares.of_neighbour[row, i]), float(near[row, i]))
         for i in torch.nonzero(voted).flatten().tolist()
     ]
-    weight, p_model = float(step.weight[row]), float(step.log_p_model[row, token].exp())
-    return Evidence(token, weight, p_model, (1 - weight) * p_model + sum(v.share for v in votes), votes)
+    trust, p_model = float(step.shares.of_model[row]), float(step.log_p_model[row, token].exp())
+    return Evidence(token, 1 - trust, p_model, trust * p_model + sum(v.share for v in votes), votes)

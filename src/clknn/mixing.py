@@ -1,8 +1,9 @@
 """Neighbours -> p_knn -> p_mix: the equations and nothing else, in float32 and log space.
 
-In go the neighbours of R queries and log p_model [R, V]; out comes log p_mix [R, V]. exp(1/0.01) overflows float32,
-so kernels are normalised by log-softmax before anything is exponentiated. The trade-off: p_knn is made dense, R x V
-floats written by one scatter_add, never R x K x V.
+In go the neighbours of R queries and log p_model [R, V]; out comes log p_mix [R, V]. Who gets how much of it is said by
+a `Combiner`, as `Shares`: one for p_model and one for each neighbour. `Mixing` is the papers' (k, temperature, weight);
+those that are learned stand in methods/. exp(1/0.01) overflows float32, so kernels are normalised by log-softmax before
+anything is exponentiated. The trade-off: p_knn is made dense, R x V floats written by one scatter_add, never R x K x V.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +45,23 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What p_mix is made of: the share of p_model, and that of each neighbour's value; 1 together, in each row."""
+
+    of_model: Tensor  # [R]; 1 where nothing was found
+    of_neighbour: Tensor  # [R, K]; 0 where there is none
+
+
+class Combiner(Protocol):
+    """How much each of `k` neighbours is believed beside the model."""
+
+    @property
+    def k(self) -> int: ...
+
+    def shares(self, log_p_model: Tensor, neighbours: Neighbours) -> Shares: ...
+
+
+@dataclass(frozen=True)
 class Mixing:
     """k, temperature and weight; `scaled` makes the weight w* = weight x confidence."""
 
@@ -59,6 +78,11 @@ class Mixing:
         if not 0 <= self.weight <= 1:
             raise InputError(f"weight is {self.weight}; it must lie between 0 (the model alone) and 1")
 
+    def shares(self, log_p_model: Tensor, neighbours: Neighbours) -> Shares:  # noqa: ARG002 (other combiners ask it)
+        """1 - w for the model, and w times its part of p_knn for each neighbour."""
+        w = weights(neighbours, self)  # [R]
+        return Shares(1 - w, w[:, None] * kernel(neighbours, self.temperature))
+
 
 def kernel(neighbours: Neighbours, temperature: float) -> Tensor:
     """Each neighbour's share of p_knn [R, K]: exp(sim/T) or exp(-d/T), normalised over those found."""
@@ -69,11 +93,10 @@ def kernel(neighbours: Neighbours, temperature: float) -> Tensor:
     return torch.softmax(logits, -1).masked_fill(~neighbours.found, 0.0)
 
 
-def p_knn(neighbours: Neighbours, temperature: float, vocabulary: int) -> Tensor:
-    """[R, V]: each value's kernel shares added up. Sums to 1, or to 0 where nothing was found."""
-    shares = kernel(neighbours, temperature)  # [R, K]
+def by_value(of_neighbour: Tensor, neighbours: Neighbours, vocabulary: int) -> Tensor:
+    """[R, V] from [R, K]: what the neighbours have, added up by value. Of the kernel's shares this is p_knn."""
     values = neighbours.values.masked_fill(~neighbours.found, 0)
-    return shares.new_zeros(len(shares), vocabulary).scatter_add_(1, values, shares)
+    return of_neighbour.new_zeros(len(values), vocabulary).scatter_add_(1, values, of_neighbour)
 
 
 def confidence(neighbours: Neighbours) -> Tensor:
@@ -91,13 +114,12 @@ def weights(neighbours: Neighbours, mixing: Mixing) -> Tensor:
     return fixed * confidence(neighbours) if mixing.scaled else fixed
 
 
-def mix(log_p_model: Tensor, neighbours: Neighbours, mixing: Mixing) -> Tensor:
-    """log p_mix = log((1 - w) p_model + w p_knn), [R, V] from [R, V].
+def mix(log_p_model: Tensor, neighbours: Neighbours, shares: Shares) -> Tensor:
+    """log p_mix = log(share of the model x p_model + the shares of the neighbours, added up by value), [R, V].
 
-    p_knn is 0 but for the K values, so only these pay for a logarithm of their own.
+    The second term is 0 but for the K values, so only these pay for a logarithm of their own.
     """
-    w = weights(neighbours, mixing)[:, None]  # [R, 1]
     values = neighbours.values.masked_fill(~neighbours.found, 0)  # [R, K]
-    p_at_values = p_knn(neighbours, mixing.temperature, log_p_model.shape[1]).gather(1, values)  # [R, K]
-    mixed = log_p_model + torch.log1p(-w)  # [R, V]
-    return mixed.scatter(1, values, torch.logaddexp(mixed.gather(1, values), torch.log(w * p_at_values)))
+    added = by_value(shares.of_neighbour, neighbours, log_p_model.shape[1]).gather(1, values)  # [R, K]
+    mixed = log_p_model + torch.log(shares.of_model)[:, None]  # [R, V]
+    return mixed.scatter(1, values, torch.logaddexp(mixed.gather(1, values), torch.log(added)))
