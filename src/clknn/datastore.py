@@ -95,7 +95,7 @@ class Retriever(Protocol):
 
     def project(self, states: Tensor) -> Tensor: ...
 
-    def neighbours(self, queries: Tensor, k: int) -> Neighbours: ...
+    def neighbours(self, queries: Tensor, k: int, with_keys: bool = False) -> Neighbours: ...
 
 
 @dataclass(frozen=True)
@@ -118,18 +118,21 @@ class Datastore:
     def project(self, states: Tensor) -> Tensor:
         return self.projection(states.float().cpu())
 
-    def neighbours(self, queries: Tensor, k: int) -> Neighbours:
-        """The k nearest entries of each query [R, P]."""
+    def neighbours(self, queries: Tensor, k: int, with_keys: bool = False) -> Neighbours:
+        """The k nearest entries of each query [R, P]; `with_keys` for combiners that look at queries and keys."""
         if k > self.entries:
             raise InputError(f"k is {k} and {self.path} has {self.entries} entries; ask for fewer")
         near = self.index.search(queries.numpy(), k)
-        ids = torch.from_numpy(near.ids)  # [R, K]
-        values = torch.from_numpy(self.values[near.ids].astype(np.int64))
-        found = torch.from_numpy(near.found)
-        nearness = torch.from_numpy(near.nearness)
-        if self.index.inner:
-            return Neighbours(ids, values, found, similarity=nearness)
-        return Neighbours(ids, values, found, distance=nearness)
+        nearness = torch.from_numpy(near.nearness)  # [R, K]
+        return Neighbours(
+            torch.from_numpy(near.ids),
+            torch.from_numpy(self.values[near.ids].astype(np.int64)),
+            torch.from_numpy(near.found),
+            similarity=nearness if self.index.inner else None,
+            distance=None if self.index.inner else nearness,
+            queries=queries if with_keys else None,
+            keys=torch.from_numpy(self.index.keys[near.ids].astype(np.float32)) if with_keys else None,  # [R, K, P]
+        )
 
     def close(self) -> None:
         self.pairs.close()

@@ -68,7 +68,8 @@ def decode(
 
 def _mixer(retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | None) -> Mix:
     def mixed(step: int, states: Tensor, log_p_model: Tensor) -> Tensor:
-        neighbours = retriever.neighbours(retriever.project(states), combiner.k).to(log_p_model.device)
+        found = retriever.neighbours(retriever.project(states), combiner.k, combiner.wants_keys)
+        neighbours = found.to(log_p_model.device)
         shares = combiner.shares(log_p_model, neighbours)
         if steps is not None:
             steps[step] = _Step(neighbours, shares, log_p_model)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -31,17 +31,34 @@ class Neighbours:
     found: Tensor  # [R, K] bool
     similarity: Tensor | None = None  # [R, K] inner product, larger is nearer
     distance: Tensor | None = None  # [R, K] squared L2, smaller is nearer
+    queries: Tensor | None = None  # [R, P] what was asked with, where the combiner wants it
+    keys: Tensor | None = None  # [R, K, P] what was found, where the combiner wants it
 
     def first(self, k: int) -> Neighbours:
-        return self._each(lambda tensor: tensor[:, :k])
+        return replace(self._each(lambda tensor: tensor[:, :k]), queries=self.queries)
 
     def to(self, device: torch.device) -> Neighbours:
         return self._each(lambda tensor: tensor.to(device))
 
+    def rows(self, chosen: Tensor) -> Neighbours:
+        """Only the chosen rows, as a mask or as numbers."""
+        return self._each(lambda tensor: tensor[chosen])
+
+    def squared_distances(self) -> Tensor:
+        """[R, K], also of similarities: |a - b|^2 = 2 - 2 a.b where both have length one."""
+        if self.distance is not None:
+            return self.distance
+        assert self.similarity is not None
+        return 2 - 2 * self.similarity
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Neighbours:
-        near = None if self.similarity is None else change(self.similarity)
-        far = None if self.distance is None else change(self.distance)
-        return Neighbours(change(self.ids), change(self.values), change(self.found), near, far)
+        def maybe(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return Neighbours(
+            change(self.ids), change(self.values), change(self.found),
+            maybe(self.similarity), maybe(self.distance), maybe(self.queries), maybe(self.keys),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +75,10 @@ class Combiner(Protocol):
     @property
     def k(self) -> int: ...
 
+    @property
+    def wants_keys(self) -> bool:
+        """Whether neighbours must come with queries and keys."""
+
     def shares(self, log_p_model: Tensor, neighbours: Neighbours) -> Shares: ...
 
 
@@ -69,6 +90,7 @@ class Mixing:
     temperature: float
     weight: float
     scaled: bool
+    wants_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.k < 1:

@@ -23,6 +23,21 @@ SIMILARITY_TEMPERATURES = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15,
 
 
 @dataclass(frozen=True)
+class Retrieved:
+    """Held-out tokens, and what was retrieved for them: all that tuning and learned combiners look at."""
+
+    neighbours: Neighbours  # [R, K]
+    truth: Tensor  # [R] the right tokens
+    log_p: Tensor  # [R] log p_model of the right tokens
+    log_p_values: Tensor  # [R, K] log p_model of each neighbour's value
+    log_p_top: Tensor  # [R] log p_model of the model's own first choice
+    log_p_sum: Tensor  # [R] the sum of log p_model over the vocabulary: what label smoothing needs
+    entropy: Tensor  # [R] of p_model, in nats
+    pair: Tensor  # [R] which held-out pair each token belongs to
+    vocabulary: int
+
+
+@dataclass(frozen=True)
 class Tuned:
     mixing: Mixing
     log_likelihood: float  # mean log p_mix of a reference token
