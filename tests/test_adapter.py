@@ -271,7 +271,9 @@ def forward(adapter: Adapter, states: Halves) -> Doubles:
         for p in (adapter.inner.weight, adapter.inner.bias, adapter.outer.weight, adapter.outer.bias)
     )
     h = states.astype(np.float64)
-    return np.maximum(h @ w1.T + b1, 0) @ w2.T + b2 + (h if adapter.residual else 0)
+    inner = h @ w1.T + b1
+    bent = np.tanh(inner) if adapter.tanh else np.maximum(inner, 0)
+    return bent @ w2.T + b2 + (h if adapter.residual else 0)
 
 
 def unit(x: Doubles) -> Doubles:
@@ -317,16 +319,17 @@ def test_centres_of_a_few_entries_use_members_only(classes: Classes, values: Val
 # ---- the module
 
 
+@pytest.mark.parametrize("tanh", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-def test_the_adapter_is_two_layers_and_survives_its_tensors(residual: bool) -> None:
+def test_the_adapter_is_two_layers_and_survives_its_tensors(residual: bool, tanh: bool) -> None:
     states = np.random.default_rng(1).normal(size=(20, 6)).astype(np.float16)
-    adapter = Adapter(6, 13, 6 if residual else 3, residual)
+    adapter = Adapter(6, 13, 6 if residual else 3, residual, tanh)
     h = torch.from_numpy(states.astype(np.float32))
     np.testing.assert_allclose(adapter(h).detach(), forward(adapter, states), atol=1e-5)
     again = Adapter.of({"pca.mean": torch.zeros(3), **adapter.tensors()})
     assert again is not None
     assert torch.equal(again(h), adapter(h))
-    assert (again.residual, again.width) == (residual, adapter.width)
+    assert (again.residual, again.tanh, again.width) == (residual, tanh, adapter.width)
     assert not any(p.requires_grad for p in again.parameters())
     assert Adapter.of({"pca.mean": torch.zeros(3)}) is None
 

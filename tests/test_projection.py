@@ -27,10 +27,10 @@ def states_of(n: int, width: int, seed: int = 0) -> Halves:
     return (mixed + rng.normal(size=width)).astype(np.float16)
 
 
-def some_adapter(width: int, out: int, residual: bool = False) -> Adapter:
+def some_adapter(width: int, out: int, residual: bool = False, tanh: bool = False) -> Adapter:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return Adapter(width, 3 * width, out, residual).eval().requires_grad_(False)
+        return Adapter(width, 3 * width, out, residual, tanh).eval().requires_grad_(False)
 
 
 def adapted(states: Halves, adapter: Adapter | None) -> Doubles:
@@ -39,7 +39,8 @@ def adapted(states: Halves, adapter: Adapter | None) -> Doubles:
     w1, b1 = adapter.inner.weight.double().numpy(), adapter.inner.bias.double().numpy()
     w2, b2 = adapter.outer.weight.double().numpy(), adapter.outer.bias.double().numpy()
     h = states.astype(np.float64)
-    z = np.maximum(h @ w1.T + b1, 0) @ w2.T + b2
+    inner = h @ w1.T + b1
+    z = (np.tanh(inner) if adapter.tanh else np.maximum(inner, 0)) @ w2.T + b2
     return z + h if adapter.residual else z
 
 
@@ -99,6 +100,17 @@ def test_the_vanilla_projection_is_the_identity() -> None:
     assert Projection().width(12) == 12
 
 
+def test_without_pca_and_norm_the_keys_are_what_the_adapter_gives(tmp_path: Path) -> None:
+    """CKMT's projection: a narrow tanh adapter, searched by squared L2."""
+    states, adapter = states_of(300, 12), some_adapter(12, 4, tanh=True)
+    projections.save(Projection(adapter), tmp_path / "projection.safetensors")
+    projection = projections.read(tmp_path / "projection.safetensors")
+    assert (projection.normed, projection.width(12)) == (False, 4)
+    keys, expected = np.concatenate(list(projection.keys(states))), adapted(states, adapter)
+    np.testing.assert_allclose(keys, expected, atol=2e-3)
+    assert np.ptp(np.linalg.norm(expected, axis=1)) > 0.1  # a norm would show
+
+
 def test_keys_come_in_chunks_and_are_what_a_query_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     states = states_of(100, 12)
     projection = projections.fit(states, some_adapter(12, 10), 5)
@@ -138,13 +150,14 @@ def test_a_sample_is_drawn_at_random_when_there_are_many_entries(monkeypatch: py
     assert (np.abs(one.numpy() - true) < 4 * spread / np.sqrt(1000)).all()
 
 
-@pytest.mark.parametrize("which", ["vanilla", "adapter only", "pca", "uncentred", "all"])
+@pytest.mark.parametrize("which", ["vanilla", "adapter only", "tanh", "pca", "uncentred", "all"])
 def test_a_projection_read_back_gives_identical_keys(which: str, tmp_path: Path) -> None:
     states = states_of(300, 12)
     adapter = some_adapter(12, 12, residual=True)
     projection = {
         "vanilla": Projection(),
         "adapter only": Projection(adapter, normed=True),
+        "tanh": Projection(some_adapter(12, 4, tanh=True)),
         "pca": projections.fit(states, None, 5),
         "uncentred": projections.fit(states, adapter, 5, centred=False),
         "all": projections.fit(states, adapter, 5),

@@ -33,16 +33,20 @@ Values = npt.NDArray[np.int32]
 
 
 class Adapter(torch.nn.Module):
-    """z = W2 ReLU(W1 h + b1) + b2, and where residual + h: such an adapter can start from the state itself."""
+    """z = W2 ReLU(W1 h + b1) + b2, and where residual + h: such an adapter can start from the state itself.
 
-    def __init__(self, width_in: int, inner: int, width: int, residual: bool) -> None:
+    With `tanh`, tanh takes the place of ReLU.
+    """
+
+    def __init__(self, width_in: int, inner: int, width: int, residual: bool, tanh: bool = False) -> None:
         super().__init__()
-        self.width, self.residual = width, residual
+        self.width, self.residual, self.tanh = width, residual, tanh
         self.inner = torch.nn.Linear(width_in, inner)
         self.outer = torch.nn.Linear(inner, width)
 
     def forward(self, states: Tensor) -> Tensor:
-        z: Tensor = self.outer(torch.relu(self.inner(states)))  # [R, E]
+        bend = torch.tanh if self.tanh else torch.relu
+        z: Tensor = self.outer(bend(self.inner(states)))  # [R, E]
         return z + states if self.residual else z
 
     @torch.no_grad()
@@ -54,7 +58,7 @@ class Adapter(torch.nn.Module):
         self.outer.bias.copy_(-mean)
 
     def tensors(self) -> dict[str, Tensor]:
-        mine = {**self.state_dict(), "residual": torch.tensor(self.residual)}
+        mine = {**self.state_dict(), "residual": torch.tensor(self.residual), "tanh": torch.tensor(self.tanh)}
         return {f"adapter.{name}": tensor.detach().contiguous() for name, tensor in mine.items()}
 
     @classmethod
@@ -64,7 +68,8 @@ class Adapter(torch.nn.Module):
         if not mine:
             return None
         inner, width_in = mine["inner.weight"].shape
-        adapter = cls(width_in, inner, mine["outer.weight"].shape[0], bool(mine.pop("residual")))
+        residual, tanh = bool(mine.pop("residual")), bool(mine.pop("tanh"))
+        adapter = cls(width_in, inner, mine["outer.weight"].shape[0], residual, tanh)
         adapter.load_state_dict(mine)
         return adapter.eval().requires_grad_(False)
 
