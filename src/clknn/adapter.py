@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +144,7 @@ def draw_anchors(classes: Classes, n: int, power: float, rng: torch.Generator) -
     """[n] entries of classes with at least two members; a class is drawn with probability count ** power."""
     chance = torch.where(classes.counts > 1, classes.counts.double() ** power, 0.0)
     c = torch.multinomial(chance, n, replacement=True, generator=rng)  # [n]
-    return _members(classes, c, rng)
+    return one_of_each(classes.order, classes.starts[c], classes.counts[c], rng)
 
 
 def draw_positives(classes: Classes, anchors: Tensor, m: int, rng: torch.Generator) -> Tensor:
@@ -163,13 +163,14 @@ def draw_negatives(
     others = min(nearest, similarity.shape[1] - 1)
     near = similarity.scatter(1, own, -math.inf).topk(others, sorted=False).indices  # [B, K]
     sizes = torch.full((len(anchors),), others)
-    return _members(classes, near.gather(1, _choose(sizes, n, rng)), rng)
+    c = near.gather(1, _choose(sizes, n, rng))  # [B, n]
+    return one_of_each(classes.order, classes.starts[c], classes.counts[c], rng)
 
 
-def _members(classes: Classes, c: Tensor, rng: torch.Generator) -> Tensor:
-    """One uniform entry of each class asked for."""
-    place = (torch.rand(c.shape, generator=rng, dtype=torch.float64) * classes.counts[c]).long()
-    return classes.order[classes.starts[c] + place]
+def one_of_each(order: Tensor, starts: Tensor, counts: Tensor, rng: torch.Generator) -> Tensor:
+    """A uniform one of order[start : start + count] for each start and count, whatever their shape."""
+    place = (torch.rand(counts.shape, generator=rng, dtype=torch.float64) * counts).long()
+    return order[starts + place]
 
 
 def _choose(sizes: Tensor, m: int, rng: torch.Generator) -> Tensor:
@@ -240,6 +241,79 @@ class Trained:
     curve: list[Step]
 
 
+class Pace(Protocol):
+    """How long a training lasts and how often it is judged: what the settings of every training say."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    @property
+    def validate_every(self) -> int: ...
+
+    @property
+    def patience(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+class Training:
+    """The moving parts of one training: weights, optimiser, the best weights so far."""
+
+    def __init__(self, adapter: Adapter, pace: Pace) -> None:
+        self.adapter, self.pace = adapter, pace
+        self.optimiser = torch.optim.AdamW(
+            adapter.parameters(), lr=pace.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+        )
+        self.step, self.curve = 0, list[Step]()
+        self.best = {name: tensor.clone() for name, tensor in adapter.tensors().items()}
+        self.spent, self.sampling = 0.0, 0.0
+
+    def go(
+        self,
+        learn: Callable[[int, torch.Generator], float],
+        validate: Callable[[Adapter], float],
+        judged: Callable[[Step], None],
+    ) -> Trained:
+        """Does the steps that are left: `learn` does one and gives its loss, `judged` hears of each validation."""
+        pace = self.pace
+        if self.step == 0:
+            self.judge(validate(self.adapter), loss=math.nan)
+        while self.step < pace.steps and not self.stale():
+            # Every stretch between validations has a seed of its own, so that a resumed run draws what it would have.
+            rng = torch.Generator().manual_seed(pace.seed * 1_000_003 + self.step)
+            stretch = range(self.step, min(self.step + pace.validate_every, pace.steps))
+            losses = [learn(step, rng) for step in stretch]
+            self.step = stretch.stop
+            self.judge(validate(self.adapter), loss=float(np.mean(losses)))
+            judged(self.curve[-1])
+        best = Adapter.of(self.best)
+        assert best is not None
+        return Trained(best, self.curve)
+
+    def descend(self, loss: Tensor) -> float:
+        """One update of the weights."""
+        self.optimiser.zero_grad()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), 1.0)
+        self.optimiser.step()
+        return loss.item()
+
+    def judge(self, accuracy: float, loss: float) -> None:
+        before = max((s.accuracy for s in self.curve), default=-1.0)
+        if accuracy > before:
+            self.best = {name: tensor.clone() for name, tensor in self.adapter.tensors().items()}
+        share = self.sampling / self.spent if self.spent else 0.0
+        self.curve.append(Step(self.step, loss, accuracy, max(accuracy, before), self.spent, share))
+
+    def stale(self) -> bool:
+        accuracies = [s.accuracy for s in self.curve]
+        return len(accuracies) - 1 - int(np.argmax(accuracies)) >= self.pace.patience
+
+
 def trainable(values: Values) -> bool:
     """Contrast needs two entries of one value, and one of another."""
     _, counts = np.unique(values, return_counts=True)
@@ -269,37 +343,28 @@ def train(
     centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
     if checkpoint is not None and checkpoint.exists():
         centres = run.resume(checkpoint)
-    if run.step == 0:
-        run.judge(validate(run.adapter), loss=math.nan)
-    while run.step < settings.steps and not run.stale():
-        # Every stretch between validations has a seed of its own, so that a resumed run draws what it would have.
-        rng = torch.Generator().manual_seed(settings.seed * 1_000_003 + run.step)
-        stretch = range(run.step, min(run.step + settings.validate_every, settings.steps))
-        losses = []
-        for step in stretch:
-            if settings.refresh is not None and step > 0 and step % settings.refresh == 0:
-                centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
-            losses.append(run.learn(states, classes, centres, step, rng))
-        run.step = stretch.stop
-        run.judge(validate(run.adapter), loss=float(np.mean(losses)))
-        advance(run.curve[-1])
+
+    def learn(step: int, rng: torch.Generator) -> float:
+        nonlocal centres
+        if settings.refresh is not None and step > 0 and step % settings.refresh == 0:
+            centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
+        return run.learn(states, classes, centres, step, rng)
+
+    def judged(step: Step) -> None:
+        advance(step)
         if checkpoint is not None:
             run.save(checkpoint, centres)
-    return Trained(run.best_adapter(), run.curve)
+
+    return run.go(learn, validate, judged)
 
 
-class _Run:
-    """The moving parts of one training: weights, optimiser, the best weights so far."""
+class _Run(Training):
+    """The training of the contrastive adapter, which can be taken up again from a checkpoint."""
 
     def __init__(self, adapter: Adapter, settings: AdapterSettings, values: Values) -> None:
-        self.adapter, self.settings = adapter, settings
+        super().__init__(adapter, settings)
+        self.settings = settings
         self.entries = zlib.crc32(np.ascontiguousarray(values).data)  # a datastore can change between two calls
-        self.optimiser = torch.optim.AdamW(
-            adapter.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0
-        )
-        self.step, self.curve = 0, list[Step]()
-        self.best = {name: tensor.clone() for name, tensor in adapter.tensors().items()}
-        self.spent, self.sampling = 0.0, 0.0
 
     def learn(self, states: Halves, classes: Classes, centres: Tensor, step: int, rng: torch.Generator) -> float:
         s, started = self.settings, time.perf_counter()
@@ -319,28 +384,9 @@ class _Run:
             loss = loss + s.centre_term * torch.nn.functional.cross_entropy(to_centres / s.temperature, own)
         for group in self.optimiser.param_groups:
             group["lr"] = s.learning_rate * _schedule(step, s)
-        self.optimiser.zero_grad()
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self.adapter.parameters(), 1.0)
-        self.optimiser.step()
+        reached = self.descend(loss)
         self.spent += time.perf_counter() - started
-        return loss.item()
-
-    def judge(self, accuracy: float, loss: float) -> None:
-        before = max((s.accuracy for s in self.curve), default=-1.0)
-        if accuracy > before:
-            self.best = {name: tensor.clone() for name, tensor in self.adapter.tensors().items()}
-        share = self.sampling / self.spent if self.spent else 0.0
-        self.curve.append(Step(self.step, loss, accuracy, max(accuracy, before), self.spent, share))
-
-    def stale(self) -> bool:
-        accuracies = [s.accuracy for s in self.curve]
-        return len(accuracies) - 1 - int(np.argmax(accuracies)) >= self.settings.patience
-
-    def best_adapter(self) -> Adapter:
-        adapter = Adapter.of(self.best)
-        assert adapter is not None
-        return adapter
+        return reached
 
     def save(self, path: Path, centres: Tensor) -> None:
         tensors = {"centres": centres} | {f"now.{k}": v for k, v in self.adapter.tensors().items()}
