@@ -134,7 +134,7 @@ class Classes:
     def of(cls, values: Values) -> Classes:
         _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
         order = np.argsort(inverse, kind="stable")
-        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+        starts = np.cumsum(counts) - counts
         rank = np.empty(len(values), np.int64)
         rank[order] = np.arange(len(values)) - np.repeat(starts, counts)
         return cls(*(torch.from_numpy(a.astype(np.int64)) for a in (order, starts, counts, inverse, rank)))
