@@ -338,13 +338,13 @@ def test_the_adapter_is_two_layers_and_survives_its_tensors(residual: bool, tanh
 
 
 @cache
-def confusable(seed: int, per: int = 20, kinds: int = 12) -> tuple[Halves, Values]:
+def confusable(seed: int, per: int = 20, kinds: int = 12, loud: float = 2.0) -> tuple[Halves, Values]:
     """Twelve values told apart by 4 of 16 numbers; the other 12 are louder, and noise."""
     means = np.random.default_rng(50).normal(size=(kinds, 4)) * 2.0
     draw = np.random.default_rng(seed)
     values = draw.permutation(np.repeat(np.arange(kinds), per)).astype(np.int32)
     signal = means[values] + 0.3 * draw.normal(size=(len(values), 4))
-    noise = 2.0 * draw.normal(size=(len(values), 12))
+    noise = loud * draw.normal(size=(len(values), 12))
     turn = np.linalg.qr(np.random.default_rng(51).normal(size=(16, 16)))[0]
     return (np.hstack([signal, noise]) @ turn + 3).astype(np.float16), values
 

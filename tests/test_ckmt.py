@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -13,10 +12,12 @@ import pytest
 import torch
 from sklearn.cluster import DBSCAN
 
+import test_adapter
 from clknn.adapter import Adapter, Classes, Step
 from clknn.errors import InputError
 from clknn.methods import ckmt
 from clknn.methods.ckmt import CkmtSettings, Clusters, choose_eps, clusters, dbscan, train
+from test_adapter import fits, rng, same, scripted
 
 Halves = npt.NDArray[np.float16]
 Values = npt.NDArray[np.int32]
@@ -25,20 +26,8 @@ Doubles = npt.NDArray[np.float64]
 EPS = 1.5
 
 
-def rng(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def clustered(states: Halves, values: Values, settings: CkmtSettings, seed: int = 0) -> Clusters:
     return clusters(states, values, settings, np.random.default_rng(seed))
-
-
-def fits(observed: npt.ArrayLike, expected: npt.ArrayLike) -> bool:
-    """Whether a chi-square statistic is within five standard deviations of its mean."""
-    o, e = np.asarray(observed, np.float64).ravel(), np.asarray(expected, np.float64).ravel()
-    assert e.min() >= 5
-    assert o.sum() == pytest.approx(e.sum())
-    return float(((o - e) ** 2 / e).sum()) < len(o) - 1 + 5 * math.sqrt(2 * (len(o) - 1))
 
 
 @cache
@@ -299,15 +288,9 @@ def test_the_loss_by_hand() -> None:
 
 
 @cache
-def confusable(seed: int, per: int = 20, kinds: int = 12) -> tuple[Halves, Values]:
-    """Twelve values told apart by 4 of 16 numbers; the other 12 are louder, and noise."""
-    means = np.random.default_rng(50).normal(size=(kinds, 4)) * 2.0
-    draw = np.random.default_rng(seed)
-    values = draw.permutation(np.repeat(np.arange(kinds), per)).astype(np.int32)
-    signal = means[values] + 0.3 * draw.normal(size=(len(values), 4))
-    noise = draw.normal(size=(len(values), 12))
-    turn = np.linalg.qr(np.random.default_rng(51).normal(size=(16, 16)))[0]
-    return (np.hstack([signal, noise]) @ turn).astype(np.float16), values
+def confusable(seed: int, kinds: int = 12) -> tuple[Halves, Values]:
+    """As the contrastive adapter's, but for less noise: clusters are found in the raw states."""
+    return test_adapter.confusable(seed, kinds=kinds, loud=1.0)
 
 
 def accuracy_of(adapter: Adapter) -> float:
@@ -319,11 +302,6 @@ def accuracy_of(adapter: Adapter) -> float:
 
 
 SMALL = CkmtSettings(inner=32, width=8, batch=64, steps=400, validate_every=100, learning_rate=3e-3, eps=6.0)
-
-
-def same(one: Adapter, other: Adapter) -> bool:
-    left, right = one.tensors(), other.tensors()
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -383,19 +361,6 @@ def test_clusters_made_before_are_used() -> None:
     assert one == given
     coarse = clustered(*confusable(0), replace(settings, eps=0.01, min_samples=100))
     assert train(*confusable(0), settings, accuracy_of, clustered=coarse).curve[-1].loss != one
-
-
-def scripted(accuracies: list[float]) -> tuple[Callable[[Adapter], float], list[Adapter]]:
-    """A validation that says these numbers in turn, and the adapters as it saw them."""
-    left, seen = list(accuracies), list[Adapter]()
-
-    def validate(adapter: Adapter) -> float:
-        copy = Adapter.of(adapter.tensors() | {name: t.clone() for name, t in adapter.tensors().items()})
-        assert copy is not None
-        seen.append(copy)
-        return left.pop(0)
-
-    return validate, seen
 
 
 def test_the_rate_falls_at_a_plateau_down_to_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
