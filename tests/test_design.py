@@ -12,8 +12,8 @@ import clknn
 SOURCE = Path(clknn.__file__).parent
 # The order in which data flows; ARCHITECTURE.md describes it line by line.
 ORDER = (
-    "errors corpus model states adapter projection index mixing datastore decoder translator tuning evaluation "
-    "adaptation cli __main__"
+    "errors corpus model states adapter projection index mixing tuning methods/adaptive methods/kster "
+    "datastore decoder translator evaluation adaptation cli __main__"
 ).split()
 
 
@@ -23,20 +23,21 @@ def imports(module: str) -> set[str]:
     for node in ast.walk(ast.parse((SOURCE / f"{module}.py").read_text(encoding="utf8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "clknn":
-            found |= {f"clknn.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("clknn", "clknn.methods"):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
     return found
 
 
 def test_every_file_has_its_place() -> None:
-    assert {path.stem for path in SOURCE.glob("*.py")} == {*ORDER, "__init__"}
+    files = {path.relative_to(SOURCE).with_suffix("").as_posix() for path in SOURCE.rglob("*.py")}
+    assert files == {*ORDER, "__init__", "methods/__init__"}
 
 
 def test_a_file_imports_only_from_files_above_it() -> None:
     for place, module in enumerate(ORDER):
-        ours = {name.split(".")[1] for name in imports(module) if name.startswith("clknn.")}
+        ours = {name.removeprefix("clknn.").replace(".", "/") for name in imports(module) if name.startswith("clknn.")}
         below = {name for name in ours if name in ORDER and ORDER.index(name) >= place}
         assert not below, f"{module}.py imports from below: {below}"
 

@@ -1,0 +1,1 @@
+"""The other systems of the literature, one file each."""
