@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tiny
 from clknn.errors import InputError
-from clknn.mixing import Mixing, Neighbours, confidence, kernel, weights
+from clknn.mixing import Mixing, Neighbours, confidence, first_of_value, kernel, same_value, weights
 
 Doubles = npt.NDArray[np.float64]
 seeds = st.integers(0, 2**32 - 1)
@@ -250,6 +250,39 @@ def test_first_keeps_the_nearest_columns() -> None:
     assert neighbours.distance is not None
     assert torch.equal(two.distance, neighbours.distance[:, :2])
     assert two.similarity is None
+
+
+@given(seeds)
+def test_only_keeps_those_wanted_in_their_order(seed: int) -> None:
+    keys, queries = torch.arange(5 * 6 * 2).reshape(5, 6, 2), torch.arange(5)[:, None]
+    neighbours = replace(made(seed), queries=queries, keys=keys)
+    wanted = torch.tensor(np.random.default_rng(seed).random((5, 6)) < 0.5)
+    kept = neighbours.only(wanted)
+    assert torch.equal(kept.queries, queries)
+    assert kept.keys is not None
+    assert kept.similarity is not None
+    assert neighbours.similarity is not None
+    for r in range(5):
+        columns = [i for i in range(6) if wanted[r, i] and neighbours.found[r, i]]
+        n = len(columns)
+        assert kept.found[r].tolist() == [True] * n + [False] * (6 - n)
+        assert torch.equal(kept.values[r, :n], neighbours.values[r, columns])
+        assert torch.equal(kept.similarity[r, :n], neighbours.similarity[r, columns])
+        assert torch.equal(kept.keys[r, :n], keys[r, columns])
+
+
+@given(seeds)
+def test_each_value_found_is_counted_once(seed: int) -> None:
+    neighbours = made(seed)
+    first, same = first_of_value(neighbours), same_value(neighbours)
+    for r in range(5):
+        seen = set[int]()
+        for i in range(6):
+            value, found = int(neighbours.values[r, i]), bool(neighbours.found[r, i])
+            assert bool(first[r, i]) == (found and value not in seen)
+            seen |= {value} if found else set()
+            alike = (neighbours.values[r] == value) & neighbours.found[r]
+            assert torch.equal(same[r, i], alike if found else torch.zeros_like(alike))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Tuning against a double loop over the same grid, and where it must end up when the answer is plain."""
+"""Tuning against a double loop over the same grid, learning against dense sums; both where the answer is plain."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,23 @@ import torch
 from torch import Tensor
 
 import tiny
-from clknn.mixing import Mixing, Neighbours
-from clknn.tuning import KS, SIMILARITY_TEMPERATURES, WEIGHTS, Tuned, temperatures, tune
+from clknn.errors import InputError
+from clknn.mixing import Mixing, Neighbours, Shares, mix
+from clknn.tuning import (
+    KS,
+    SIMILARITY_TEMPERATURES,
+    WEIGHTS,
+    Learned,
+    Learning,
+    Progress,
+    Retrieved,
+    Tuned,
+    learn,
+    log_p_mix,
+    smoothed_loss,
+    temperatures,
+    tune,
+)
 
 V = 9
 
@@ -156,3 +172,175 @@ def test_neighbours_at_distance_nothing_do_not_stop_tuning() -> None:
     assert tuned.log_likelihood > tuned.base
     everywhere = Neighbours(neighbours.ids, neighbours.values, neighbours.found, distance=torch.zeros_like(far))
     assert math.isfinite(run(everywhere, log_p, truth, scaled=False).log_likelihood)
+
+
+# ---- learning
+
+
+def some_shares(seed: int, neighbours: Neighbours) -> Shares:
+    """Any shares that are 1 together, some of them 0."""
+    rng = np.random.default_rng(seed)
+    rows, k = neighbours.found.shape
+    parts = torch.tensor(rng.gamma(0.3, size=(rows, k + 1)))
+    parts[:, 1:] *= neighbours.found & torch.tensor(rng.random((rows, k)) < 0.8)
+    parts = (parts / parts.sum(1, keepdim=True)).float()
+    return Shares(parts[:, 0], parts[:, 1:])
+
+
+def dense(log_p: Tensor, neighbours: Neighbours, shares: Shares) -> np.ndarray:
+    """log p_mix [R, V], number by number in float64."""
+    p = shares.of_model.double().numpy()[:, None] * np.exp(log_p.double().numpy())
+    for r, i in zip(*np.nonzero(neighbours.found.numpy()), strict=True):
+        p[r, int(neighbours.values[r, i])] += float(shares.of_neighbour[r, i])
+    return np.log(p)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 1e-3, 0.3])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_smoothed_loss_is_that_of_a_sum_over_the_whole_vocabulary(seed: int, smoothing: float) -> None:
+    neighbours, log_p, truth = held_out(seed)  # 12 neighbours of 9 values: all rows repeat some
+    retrieved, shares = tiny.retrieved(neighbours, log_p, truth, truth), some_shares(seed, neighbours)
+    mixed = dense(log_p, neighbours, shares)
+    right = mixed[np.arange(len(truth)), truth]
+    expected = -(1 - smoothing) * right - smoothing * mixed.mean(1)
+    np.testing.assert_allclose(smoothed_loss(retrieved, shares, smoothing), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(log_p_mix(retrieved, shares), right, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_learned_from_is_the_mix_which_decoding_uses() -> None:
+    neighbours, log_p, truth = held_out(10)
+    shares = some_shares(10, neighbours)
+    mixed = mix(log_p, neighbours, shares).gather(1, truth[:, None])[:, 0]
+    retrieved = tiny.retrieved(neighbours, log_p, truth, truth)
+    np.testing.assert_allclose(log_p_mix(retrieved, shares), mixed, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
+def test_loss_and_gradient_are_numbers_where_shares_are_nothing(rubbish: float) -> None:
+    neighbours, log_p, truth = held_out(11)
+    retrieved = tiny.retrieved(neighbours, log_p, truth, truth)
+    values = neighbours.values.masked_fill(~neighbours.found, -1)
+    retrieved = replace(
+        retrieved,
+        neighbours=replace(neighbours, values=values),
+        log_p_values=retrieved.log_p_values.masked_fill(~neighbours.found, rubbish),
+    )
+    of_model, of_neighbour = torch.ones(24), torch.zeros(24, 12)
+    of_model[4:9] = 0
+    of_neighbour[4:9, 0] = 1
+    of_model.requires_grad_(), of_neighbour.requires_grad_()
+    loss = smoothed_loss(retrieved, Shares(of_model, of_neighbour), 1e-3)
+    loss.sum().backward()
+    for tensor in (loss, of_model.grad, of_neighbour.grad):
+        assert tensor is not None
+        assert tensor.isfinite().all()
+
+
+def test_a_token_that_the_model_forbids_cannot_be_smoothed() -> None:
+    neighbours, log_p, truth = held_out(12)
+    log_p[:, 3] = -math.inf
+    with pytest.raises(InputError, match="set it to 0"):
+        learn_one(tiny.retrieved(neighbours, log_p, truth, torch.arange(24) // 2), Learning(updates=1))
+    learned, _, _ = learn_one(
+        tiny.retrieved(neighbours, log_p, truth, torch.arange(24) // 2), Learning(updates=1, smoothing=0.0)
+    )
+    assert math.isfinite(learned.curve[-1].loss)
+
+
+class OneWeight(torch.nn.Module):
+    """The least that can be learned: the nearest neighbour's share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, neighbours: Neighbours) -> Shares:
+        w = torch.sigmoid(self.logit) * neighbours.found[:, 0]
+        rest = torch.zeros_like(neighbours.found[:, 1:], dtype=torch.float32)
+        return Shares(1 - w, torch.cat([w[:, None], rest], 1))
+
+
+def learn_one(
+    retrieved: Retrieved, settings: Learning, scripted: list[float] | None = None
+) -> tuple[Learned[OneWeight], list[tuple[bool, set[int]]], list[Progress]]:
+    """What was learned, whether each call was a training's and of which pairs, and what was reported.
+
+    `scripted` weights are what the combiner has at each validation, whatever it learned.
+    """
+    combiner, calls, reported = OneWeight(), list[tuple[bool, set[int]]](), list[Progress]()
+
+    def shares(some: Retrieved) -> Shares:
+        calls.append((torch.is_grad_enabled(), set(some.pair.tolist())))
+        if scripted is not None and not torch.is_grad_enabled():
+            torch.nn.init.constant_(combiner.logit, scripted[sum(not training for training, _ in calls) - 1])
+        return combiner(some.neighbours)
+
+    return learn(combiner, shares, retrieved, settings, reported.append), calls, reported
+
+
+def right_in_three_of_four(pairs: int = 40) -> Retrieved:
+    """Where the nearest neighbour is wrong the model is all but sure, and else it knows nothing: best is w = 3/4."""
+    rows = pairs * 4
+    truth = torch.arange(rows) % V
+    right = torch.arange(rows) >= pairs
+    values = torch.where(right, truth, (truth + 1) % V)[:, None].expand(-1, 3)
+    logits = torch.zeros(rows, V)
+    logits[torch.arange(rows), torch.where(right, (truth + 2) % V, truth)] = 20.0
+    found = torch.ones(rows, 3, dtype=torch.bool)
+    neighbours = Neighbours(values, values, found, distance=torch.ones(rows, 3))
+    pair = torch.randperm(pairs, generator=torch.Generator().manual_seed(0)).repeat(4) * 3  # tokens apart, numbers too
+    return tiny.retrieved(neighbours, torch.log_softmax(logits, 1), truth, pair)
+
+
+def test_a_weight_is_learned_where_the_answer_is_plain() -> None:
+    settings = Learning(learning_rate=0.05, updates=300, smoothing=0.0, validate_every=10, patience=30)
+    learned, _, _ = learn_one(right_in_three_of_four(), settings)
+    assert torch.sigmoid(learned.combiner.logit).item() == pytest.approx(0.75, abs=0.02)
+    assert learned.log_likelihood == pytest.approx(0.75 * math.log(0.75) + 0.25 * math.log(0.25), abs=0.01)
+    assert learned.before == pytest.approx(math.log(0.5), abs=1e-3)
+    assert learned.base == pytest.approx(0.75 * -20, rel=1e-2)
+    assert not learned.combiner.logit.requires_grad
+
+
+def test_pairs_set_aside_are_whole_and_never_trained_on() -> None:
+    some = right_in_three_of_four()
+    settings = Learning(updates=30, batch=8, validate_every=7)
+    learned, calls, reported = learn_one(some, settings)
+    judged = set.union(*(pairs for training, pairs in calls if not training))
+    batches = [pairs for training, pairs in calls if training]
+    assert len(judged) == 4
+    assert learned.tokens == 16
+    assert set.union(*batches) == set(some.pair.tolist()) - judged
+    assert [len(pairs) for pairs in batches[:5]] == [8, 8, 8, 8, 4]
+    assert sum(map(len, batches[:5])) == 36  # each once before any comes again
+    assert [p.update for p in learned.curve] == [0, 7, 14, 21, 28, 30]
+    assert reported == learned.curve[1:]
+
+
+@pytest.mark.parametrize("best", [0, 1, 3])
+def test_the_best_weights_are_kept(best: int) -> None:
+    script = [-2.0, -3.0, -1.5, -4.0]
+    script[best] = 0.7
+    settings = Learning(updates=30, validate_every=10)
+    learned, _, _ = learn_one(right_in_three_of_four(), settings, scripted=script)
+    assert learned.combiner.logit.item() == pytest.approx(0.7)
+    assert learned.log_likelihood == learned.curve[best].log_likelihood == max(p.log_likelihood for p in learned.curve)
+    assert learned.before == learned.curve[0].log_likelihood
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_learning_stops_when_patience_ends(patience: int) -> None:
+    script = [-3.0, -1.0, 0.5, *[0.5] * 20]  # as good is not better
+    settings = Learning(updates=200, validate_every=5, patience=patience)
+    learned, _, _ = learn_one(right_in_three_of_four(), settings, scripted=script)
+    assert learned.curve[-1].update == 5 * (2 + patience)
+
+
+def test_one_pair_cannot_both_teach_and_judge() -> None:
+    some = right_in_three_of_four()
+    one = some.rows(some.pair == 0)
+    assert len(one.truth) == 4
+    with pytest.raises(InputError, match="here is 1"):
+        learn_one(one, Learning(updates=1))
+    learned, _, _ = learn_one(some.rows(some.pair <= 3), Learning(updates=1))
+    assert learned.tokens == 4

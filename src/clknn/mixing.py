@@ -44,6 +44,14 @@ class Neighbours:
         """Only the chosen rows, as a mask or as numbers."""
         return self._each(lambda tensor: tensor[chosen])
 
+    def only(self, wanted: Tensor) -> Neighbours:
+        """Those wanted [R, K], in the order they had, and after them nothing found."""
+        wanted = wanted & self.found
+        order = (~wanted).long().argsort(dim=1, stable=True)  # [R, K]
+        row = torch.arange(len(order), device=order.device)[:, None]  # [R, 1]
+        moved = replace(self, found=wanted, queries=None)._each(lambda tensor: tensor[row, order])
+        return replace(moved, queries=self.queries)
+
     def squared_distances(self) -> Tensor:
         """[R, K], also of similarities: |a - b|^2 = 2 - 2 a.b where both have length one."""
         if self.distance is not None:
@@ -106,8 +114,8 @@ class Mixing:
         return Shares(1 - w, w[:, None] * kernel(neighbours, self.temperature))
 
 
-def kernel(neighbours: Neighbours, temperature: float) -> Tensor:
-    """Each neighbour's share of p_knn [R, K]: exp(sim/T) or exp(-d/T), normalised over those found."""
+def kernel(neighbours: Neighbours, temperature: float | Tensor) -> Tensor:
+    """Each neighbour's share of p_knn [R, K]: exp(sim/T) or exp(-d/T), normalised over those found; T also [R, 1]."""
     near = neighbours.similarity if neighbours.distance is None else -neighbours.distance
     assert near is not None
     logits = (near.float() / temperature).masked_fill(~neighbours.found, -math.inf)  # [R, K]
@@ -119,6 +127,17 @@ def by_value(of_neighbour: Tensor, neighbours: Neighbours, vocabulary: int) -> T
     """[R, V] from [R, K]: what the neighbours have, added up by value. Of the kernel's shares this is p_knn."""
     values = neighbours.values.masked_fill(~neighbours.found, 0)
     return of_neighbour.new_zeros(len(values), vocabulary).scatter_add_(1, values, of_neighbour)
+
+
+def same_value(neighbours: Neighbours) -> Tensor:
+    """[R, K, K]: which neighbours share a value, of those found."""
+    values, found = neighbours.values, neighbours.found
+    return (values[:, :, None] == values[:, None]) & found[:, :, None] & found[:, None]
+
+
+def first_of_value(neighbours: Neighbours) -> Tensor:
+    """[R, K]: the neighbours whose value none before them has, of those found: each value is counted once."""
+    return neighbours.found & ~same_value(neighbours).tril(-1).any(2)
 
 
 def confidence(neighbours: Neighbours) -> Tensor:

@@ -1,1 +1,1 @@
-"""The other systems of the paper's table, one file each."""
+"""The other systems of the literature, one file each: a representation or a combiner, and how it learns."""
