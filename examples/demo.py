@@ -114,8 +114,8 @@ def _evidence(translator: Translator, test: list[Pair], result: adaptation.Verdi
     )
     (translation,) = translator.translate([test[i].source], evidence=True)
     table = Table(title=f"\nWhy: {translation.text}", title_justify="left")
-    for column in ("word", "from memory", "model p", "share"):
-        table.add_column(column, no_wrap=True)
+    for column, width in (("word", 12), ("from memory", 11), ("model p", 7), ("share", 5)):
+        table.add_column(column, no_wrap=True, min_width=width, overflow="ellipsis")
     table.add_column("stored pair that voted (unit of the TMX)", no_wrap=True, overflow="ellipsis")
     for word in translation.words or []:
         rows = [(f"{s.share:.2f}", f"{s.pair.target} = {s.pair.source} ({s.pair.origin.unit})") for s in word.support]

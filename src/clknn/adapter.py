@@ -161,7 +161,9 @@ def draw_negatives(
     """[B, n] entries, one uniform of each of n classes among the `nearest` others; similarity to centres is [B, C]."""
     own = classes.of_entry[anchors][:, None]  # [B, 1]
     others = min(nearest, similarity.shape[1] - 1)
-    near = similarity.scatter(1, own, -math.inf).topk(others, sorted=False).indices  # [B, K]
+    # numpy's partition takes a third of the time of torch's topk, and this is most of what sampling costs.
+    apart = similarity.scatter(1, own, -math.inf).numpy()  # [B, C]
+    near = torch.from_numpy(np.argpartition(apart, -others, axis=1)[:, -others:])  # [B, K]
     sizes = torch.full((len(anchors),), others)
     c = near.gather(1, _choose(sizes, n, rng))  # [B, n]
     return one_of_each(classes.order, classes.starts[c], classes.counts[c], rng)
