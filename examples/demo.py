@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from clknn import AdapterSettings, Pair, Tally, Translator, adaptation, load_model
+from clknn.cli import Bars
 from clknn.corpus import read_pairs, write_tmx
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     shutil.rmtree(options.store, ignore_errors=True)
     seconds: dict[str, float] = {}
-    with _Bars() as report:
+    with Bars(console) as report:
 
         def stage(name: str, started: float) -> None:
             seconds[name] = time.perf_counter() - started
@@ -131,28 +131,6 @@ def _times(seconds: dict[str, float]) -> None:
         table.add_row(name, f"{taken:.1f}")
     table.add_row("all", f"{sum(seconds.values()):.1f}")
     console.print(table)
-
-
-class _Bars:
-    """A bar for each stage."""
-
-    def __init__(self) -> None:
-        columns = TextColumn("{task.description:>9}"), BarColumn(30), TextColumn("{task.fields[note]}")
-        self._bars = Progress(*columns, TimeElapsedColumn(), console=console)
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> _Bars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bars.stop()
-
-    def __call__(self, stage: str, done: float, total: float, note: str = "") -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bars.add_task(stage, total=total or None, note=note)
-        text = f"{done:,.0f}/{total:,.0f} {note}" if total else f"{done:,.0f} {note}"
-        self._bars.update(self._tasks[stage], completed=done, note=text)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from clknn.datastore import open_datastore, read_draft, read_manifest, verify
 from clknn.errors import DatastoreError, InputError
 from clknn.evaluation import Comparison, Score
 from clknn.model import Model
+from clknn.tuning import Grid
 
 QUICK = AdapterSettings(steps=6, validate_every=2, batch=16, warmup=2)
 
@@ -243,7 +244,7 @@ def test_a_build_that_another_process_finished_in_the_meantime_is_left_alone(
 
 
 def test_the_stages_by_themselves_give_what_adapt_gives(whole: Path, tm: Path, model: Model, tmp_path: Path) -> None:
-    verdict = adaptation.adapt(tmp_path / "s", [tm], model, QUICK)
+    verdict = adaptation.adapt(tmp_path / "s", [tm], model, adaptation.Method(QUICK))
     assert outcome(tmp_path / "s") == outcome(whole)
     assert verdict is not None
     assert len(verdict.base) == len(verdict.ours) == len(verdict.references) == verdict.comparison.segments == 3
@@ -296,7 +297,7 @@ def test_knn_mt_on_a_trained_datastore_and_back(store: Path, whole: Path, model:
         states_of = datastore.array(store, opened.manifest, "states")
         np.testing.assert_array_equal(datastore.array(store, opened.manifest, "keys"), states_of)
     with pytest.raises(InputError, match="w\\* needs similarities"):
-        adaptation.tune(store, model, scaled=True)
+        adaptation.tune(store, model, Grid(scaled=True))
     assert adaptation.tune(store, model).mixing.temperature > 0  # type: ignore[union-attr]
     adaptation.project(store, model)
     adaptation.tune(store, model)
@@ -433,7 +434,7 @@ def test_nothing_held_out_also_stands_among_the_stored(model: Model, tmp_path: P
 def test_tuning_on_pairs_from_a_file_of_their_own(tm: Path, model: Model, tmp_path: Path) -> None:
     own = tiny.write_tsv(tmp_path / "dev.tsv", [*tiny.pairs(12, seed=8), tiny.pairs(1)[0]])
     tally = Tally()
-    verdict = adaptation.adapt(tmp_path / "s", [tm], model, QUICK, True, tally=tally, tune_on=[own])
+    verdict = adaptation.adapt(tmp_path / "s", [tm], model, adaptation.KNN_MT, tally=tally, tune_on=[own])
     by_role = roles(tmp_path / "s")
     assert [p.source for p in by_role["tune"]] == [p.source for p in tiny.pairs(12, seed=8)]
     assert {p.origin.file for p in by_role["tune"]} == {"dev.tsv"}
@@ -449,7 +450,7 @@ def test_a_held_out_pair_that_the_model_cannot_hold_is_counted_and_does_not_stop
 ) -> None:
     rows = [Pair(p.source + " haus" * 70, p.target, p.origin) for p in tiny.pairs(30)]
     file, tally = tiny.write_tsv(tmp_path / "tm.tsv", [*tiny.pairs(50, seed=4), *rows]), Tally()
-    verdict = adaptation.adapt(tmp_path / "s", [file], model, QUICK, True, tally=tally)
+    verdict = adaptation.adapt(tmp_path / "s", [file], model, adaptation.KNN_MT, tally=tally)
     by_role = roles(tmp_path / "s")
     too_long = {role: sum(len(p.source) > 200 for p in by_role[role]) for role in by_role}
     assert 0 < too_long["test"] < 4, "the seed must hold out one that is too long and one that is not"
@@ -468,7 +469,9 @@ def test_a_small_memory_gives_a_datastore_or_says_why_not(
     model: Model, tmp_path: Path, rows: int, vanilla: bool
 ) -> None:
     file = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(rows, seed=2))
-    verdict = adaptation.adapt(tmp_path / "s", [file], model, QUICK, vanilla)
+    verdict = adaptation.adapt(
+        tmp_path / "s", [file], model, adaptation.KNN_MT if vanilla else adaptation.Method(QUICK)
+    )
     assert (verdict is None) == (rows < 20)
     with open_datastore(tmp_path / "s", model) as opened:
         assert opened.manifest.stored == rows - (2 if rows == 20 else 0)
@@ -487,8 +490,8 @@ def test_a_memory_where_no_two_entries_share_a_value_cannot_train_and_is_offered
     assert len(set(tokens)) == len(tokens)
     file = tiny.write_tsv(tmp_path / "tm.tsv", [Pair("haus", "house", Origin("x"))])
     with pytest.raises(InputError, match=r"the adapter cannot train: no two entries share a value.*--method knn-mt"):
-        adaptation.adapt(tmp_path / "s", [file], model, QUICK)
-    assert adaptation.adapt(tmp_path / "s", [file], model, QUICK, vanilla=True) is None  # what it offers works
+        adaptation.adapt(tmp_path / "s", [file], model, adaptation.Method(QUICK))
+    assert adaptation.adapt(tmp_path / "s", [file], model, adaptation.KNN_MT) is None  # what it offers works
     with open_datastore(tmp_path / "s", model) as opened:
         assert opened.values.tolist() == tokens
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -587,7 +587,7 @@ def test_a_longer_training_takes_up_a_shorter_one(tmp_path: Path) -> None:
 
 
 def test_settings_are_noted_in_full() -> None:
-    assert AdapterSettings(**json.loads(json.dumps(adapters.options(PAPER)))) == PAPER
+    assert AdapterSettings(**json.loads(json.dumps(asdict(PAPER)))) == PAPER
     assert (PAPER.positives, PAPER.negatives, PAPER.nearest, PAPER.temperature) == (2, 32, 128, 0.01)
     assert (PAPER.batch, PAPER.steps, PAPER.residual, PAPER.shared) == (32, 500_000, False, False)
     assert (PAPER.centre_term, PAPER.anchor_power, PAPER.inner, PAPER.width) == (0.0, 1.0, None, None)

@@ -18,7 +18,7 @@ import tiny
 from clknn.errors import InputError
 from clknn.methods.adaptive import PAPER, MetaK, train
 from clknn.mixing import Neighbours, Shares
-from clknn.tuning import Retrieved, log_p_mix, tune
+from clknn.tuning import Retrieved, log_p_mix, retrieved_of, tune
 
 Doubles = npt.NDArray[np.float64]
 seeds = st.integers(0, 2**32 - 1)
@@ -214,7 +214,7 @@ def telling(seed: int, pairs: int = 250, distances: bool = True, unit: float = 1
         distance=distance if distances else None,
     )
     log_p = torch.log_softmax(torch.tensor(logits, dtype=torch.float32), 1)
-    return tiny.retrieved(neighbours, log_p, torch.tensor(truth), torch.arange(pairs).repeat_interleave(8))
+    return retrieved_of(neighbours, log_p, torch.tensor(truth), torch.arange(pairs).repeat_interleave(8))
 
 
 QUICK = replace(PAPER, learning_rate=3e-3, updates=600)

@@ -72,7 +72,7 @@ def test_adapt_ends_with_the_verdict(adapted: tuple[Path, commands.Ran]) -> None
     assert verdict.startswith("on 4 held-out segments: BLEU ")
     assert "× the time" in verdict
     said = [line.split("] ")[1].split(":")[0] for line in ran.err.splitlines() if line.startswith("[")]
-    assert list(dict.fromkeys(said)) == ["states", "train", "project", "tune", "evaluate"]
+    assert list(dict.fromkeys(said)) == ["states", "train", "project", "retrieve", "tune", "evaluate"]
     assert "read 80 units, kept 80" in ran.err
     assert verify(path) == []
 
@@ -373,7 +373,7 @@ def test_a_bug_is_not_taken_for_the_users_mistake(ready: Path, monkeypatch: pyte
         (["train", "s", "--seed", "-1"], "Invalid value for '--seed'"),
         (["train", "s", "--temperature", "0"], "Invalid value for '--temperature'"),
         (["project", "s", "--size", "0"], "Invalid value for '--size'"),
-        (["project", "s", "--method", "magic"], "Invalid value for '--method'"),
+        (["train", "s", "--method", "magic"], "Invalid value for '--method'"),
         (["build", *"f --model m --source de --target en --out o --hold-out -1".split()], "Invalid value for '--hold-"),
     ],
 )

@@ -37,7 +37,9 @@ def made(model: Model, tmp_path: Path) -> Made:
 
     def make(rows: Sequence[Pair], name: str = "s", vanilla: bool = True) -> Path:
         file = tiny.write_tsv(tmp_path / f"{name}.tsv", list(rows))
-        adaptation.adapt(tmp_path / name, [file], model, QUICK, vanilla, hold_out=0)
+        adaptation.adapt(
+            tmp_path / name, [file], model, adaptation.KNN_MT if vanilla else adaptation.Method(QUICK), hold_out=0
+        )
         return tmp_path / name
 
     return make
@@ -48,7 +50,7 @@ def finished(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CLKNN datastore with pairs held out; to be copied, not changed."""
     folder = tmp_path_factory.mktemp("finished")
     file = tiny.write_tsv(folder / "tm.tsv", tiny.pairs(100))
-    adaptation.adapt(folder / "store", [file], model, QUICK)
+    adaptation.adapt(folder / "store", [file], model, adaptation.Method(QUICK))
     return folder / "store"
 
 
@@ -261,9 +263,9 @@ def test_what_is_left_after_removal_can_still_be_asked(made: Made, model: Model)
     datastore.remove(path, range(1, 9))
     translator = Translator.open(path, model)
     assert translator.datastore is not None
-    assert translator.mixing is not None
+    assert translator.combiner is not None
     with translator.datastore:
-        assert translator.mixing.k == translator.datastore.entries < asked.k
+        assert translator.combiner.k == translator.datastore.entries < asked.k
         assert len(translator.translate(["haus"])) == 1
 
 

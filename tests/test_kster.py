@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 import tiny
 from clknn.errors import InputError
 from clknn.methods.adaptive import MetaK
-from clknn.methods.kster import PAPER, SETTINGS, START, Kernel, from_other_pairs, train
-from clknn.mixing import Neighbours, Shares
-from clknn.tuning import Retrieved, log_p_mix, tune
+from clknn.methods.kster import PAPER, SETTINGS, START, Kernel, train
+from clknn.mixing import Neighbours, Shares, from_other_pairs
+from clknn.tuning import Retrieved, log_p_mix, retrieved_of, tune
 
 Doubles = npt.NDArray[np.float64]
 seeds = st.integers(0, 2**32 - 1)
@@ -246,7 +246,7 @@ def telling(seed: int, pairs: int = 250, by_bandwidth: bool = False, unit: float
         keys=torch.tensor((queries[:, None] + apart) * unit, dtype=torch.float32),
     )
     log_p = torch.log_softmax(torch.tensor(logits, dtype=torch.float32), 1)
-    return tiny.retrieved(neighbours, log_p, torch.tensor(truth), torch.arange(pairs).repeat_interleave(8))
+    return retrieved_of(neighbours, log_p, torch.tensor(truth), torch.arange(pairs).repeat_interleave(8))
 
 
 QUICK = replace(SETTINGS, learning_rate=1e-2, updates=400)

@@ -116,16 +116,25 @@ def _trimmed(tokens: list[int], model: Model) -> list[int]:
 
 
 @per_family
-def test_1_bans_and_penalties_hold_for_what_retrieval_wants_too(load: Load, stores: Stores, family: str) -> None:
+@per_beam
+def test_1_bans_and_penalties_hold_for_what_retrieval_wants_too(
+    load: Load, stores: Stores, family: str, beam: int
+) -> None:
+    """Also at weight 1, where nothing is left of p_knn once its only value is forbidden."""
     model, store = load(family), stores(family)
     pair = STORED[0]
     banned = model.tokenise_targets([pair.target])[0][1]
     mixing = Mixing(1, 1e-3, 1.0, scaled=False)
-    free = decode(model, model.tokenise_sources([pair.source]), Decoding(5), store, mixing)
-    bound = Decoding(5, max_new_tokens=20, further={"suppress_tokens": [banned]})
-    held = decode(model, model.tokenise_sources([pair.source]), bound, store, mixing)
-    assert banned in free[0].tokens
-    assert banned not in held[0].tokens
+
+    def tokens(further: dict[str, object]) -> list[int]:
+        decoding = Decoding(beam, max_new_tokens=20, longest_ratio=None, further=further)
+        return decode(model, model.tokenise_sources([pair.source]), decoding, store, mixing)[0].tokens
+
+    assert banned in tokens({})
+    held = tokens({"suppress_tokens": [banned]})
+    assert len(held) > 1
+    assert banned not in held
+    assert len(tokens({"min_new_tokens": 18})) >= 18
 
 
 # -- law 2 -------------------------------------------------------------------------------------------------------------

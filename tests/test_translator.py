@@ -32,7 +32,9 @@ def opened(load: Callable[[str], Model], tmp_path_factory: pytest.TempPathFactor
         key = family, vanilla
         if key not in made:
             path, settings = root / f"{family}-{vanilla}", AdapterSettings(steps=2, batch=32)
-            adaptation.adapt(path, [tm], load(family), settings, vanilla, hold_out=0)
+            adaptation.adapt(
+                path, [tm], load(family), adaptation.KNN_MT if vanilla else adaptation.Method(settings), hold_out=0
+            )
             made[key] = Translator.open(path, load(family), decoding=Decoding(beam=3, max_new_tokens=24))
         return made[key]
 
@@ -89,20 +91,20 @@ def test_weight_0_and_base_are_the_model_without_a_datastore(opened: Open) -> No
 
 
 def test_settings_that_are_not_given_stay_what_they_were(opened: Open) -> None:
-    before = opened().mixing
+    before = opened().combiner
     assert before is not None
-    assert opened().with_mixing().mixing == before
-    assert opened().with_mixing(k=3).mixing == Mixing(3, before.temperature, before.weight, before.scaled)
-    assert opened().with_mixing(temperature=2.5).mixing == Mixing(before.k, 2.5, before.weight, before.scaled)
-    assert opened().with_mixing(weight=0).mixing == Mixing(before.k, before.temperature, 0, before.scaled)
-    assert opened().mixing == before
+    assert opened().with_mixing().combiner == before
+    assert opened().with_mixing(k=3).combiner == Mixing(3, before.temperature, before.weight, before.scaled)
+    assert opened().with_mixing(temperature=2.5).combiner == Mixing(before.k, 2.5, before.weight, before.scaled)
+    assert opened().with_mixing(weight=0).combiner == Mixing(before.k, before.temperature, 0, before.scaled)
+    assert opened().combiner == before
 
 
 def test_settings_that_cannot_be(opened: Open) -> None:
     translator = opened()
     assert translator.datastore is not None
     entries = translator.datastore.entries
-    assert translator.with_mixing(k=entries).mixing.k == entries  # type: ignore[union-attr]
+    assert translator.with_mixing(k=entries).combiner.k == entries  # type: ignore[union-attr]
     with pytest.raises(InputError, match=rf"k is {entries + 1} and .* has {entries} entries; ask for fewer"):
         translator.with_mixing(k=entries + 1)
     assert translator.base.with_mixing() == translator.base
@@ -118,7 +120,7 @@ def test_a_datastore_opens_with_the_model_it_remembers(opened: Open, checkpoints
     with again.datastore:
         assert again.model.name == str(checkpoints("marian"))
         assert again.model is not first.model
-        assert again.mixing == first.mixing
+        assert again.combiner == first.combiner
         assert again.translate(["haus baum"]) == first.translate(["haus baum"])
 
 
@@ -207,7 +209,7 @@ def test_evidence_of_a_pair_that_was_added_is_there_and_of_one_removed_is_not(
     from clknn import datastore
 
     model, tm = load("marian"), tiny.write_tsv(tmp_path / "tm.tsv", STORED)
-    adaptation.adapt(tmp_path / "s", [tm], model, vanilla=True, hold_out=0)
+    adaptation.adapt(tmp_path / "s", [tm], model, adaptation.KNN_MT, hold_out=0)
     source, fixed = "vogel feuer", "small cat"
     (new,) = datastore.add(tmp_path / "s", [Pair(source, fixed, STORED[0].origin)], model)
 

@@ -24,6 +24,7 @@ from clknn.tuning import (
     Tuned,
     learn,
     log_p_mix,
+    retrieved_of,
     smoothed_loss,
     temperatures,
     tune,
@@ -199,7 +200,7 @@ def dense(log_p: Tensor, neighbours: Neighbours, shares: Shares) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_smoothed_loss_is_that_of_a_sum_over_the_whole_vocabulary(seed: int, smoothing: float) -> None:
     neighbours, log_p, truth = held_out(seed)  # 12 neighbours of 9 values: all rows repeat some
-    retrieved, shares = tiny.retrieved(neighbours, log_p, truth, truth), some_shares(seed, neighbours)
+    retrieved, shares = retrieved_of(neighbours, log_p, truth, truth), some_shares(seed, neighbours)
     mixed = dense(log_p, neighbours, shares)
     right = mixed[np.arange(len(truth)), truth]
     expected = -(1 - smoothing) * right - smoothing * mixed.mean(1)
@@ -211,14 +212,14 @@ def test_what_is_learned_from_is_the_mix_which_decoding_uses() -> None:
     neighbours, log_p, truth = held_out(10)
     shares = some_shares(10, neighbours)
     mixed = mix(log_p, neighbours, shares).gather(1, truth[:, None])[:, 0]
-    retrieved = tiny.retrieved(neighbours, log_p, truth, truth)
+    retrieved = retrieved_of(neighbours, log_p, truth, truth)
     np.testing.assert_allclose(log_p_mix(retrieved, shares), mixed, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
 def test_loss_and_gradient_are_numbers_where_shares_are_nothing(rubbish: float) -> None:
     neighbours, log_p, truth = held_out(11)
-    retrieved = tiny.retrieved(neighbours, log_p, truth, truth)
+    retrieved = retrieved_of(neighbours, log_p, truth, truth)
     values = neighbours.values.masked_fill(~neighbours.found, -1)
     retrieved = replace(
         retrieved,
@@ -240,9 +241,9 @@ def test_a_token_that_the_model_forbids_cannot_be_smoothed() -> None:
     neighbours, log_p, truth = held_out(12)
     log_p[:, 3] = -math.inf
     with pytest.raises(InputError, match="set it to 0"):
-        learn_one(tiny.retrieved(neighbours, log_p, truth, torch.arange(24) // 2), Learning(updates=1))
+        learn_one(retrieved_of(neighbours, log_p, truth, torch.arange(24) // 2), Learning(updates=1))
     learned, _, _ = learn_one(
-        tiny.retrieved(neighbours, log_p, truth, torch.arange(24) // 2), Learning(updates=1, smoothing=0.0)
+        retrieved_of(neighbours, log_p, truth, torch.arange(24) // 2), Learning(updates=1, smoothing=0.0)
     )
     assert math.isfinite(learned.curve[-1].loss)
 
@@ -289,7 +290,7 @@ def right_in_three_of_four(pairs: int = 40) -> Retrieved:
     found = torch.ones(rows, 3, dtype=torch.bool)
     neighbours = Neighbours(values, values, found, distance=torch.ones(rows, 3))
     pair = torch.randperm(pairs, generator=torch.Generator().manual_seed(0)).repeat(4) * 3  # tokens apart, numbers too
-    return tiny.retrieved(neighbours, torch.log_softmax(logits, 1), truth, pair)
+    return retrieved_of(neighbours, torch.log_softmax(logits, 1), truth, pair)
 
 
 def test_a_weight_is_learned_where_the_answer_is_plain() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from clknn.corpus import Origin, Pair
 from clknn.mixing import Combiner, Neighbours, by_value, kernel, mix
-from clknn.tuning import Retrieved
 
 FAMILIES = ("marian", "fsmt", "m2m100", "mbart", "t5")
 SOURCE_WORDS = "haus baum katze hund tag nacht wasser brot feuer stein vogel fisch rot blau alt neu groß klein".split()
@@ -168,13 +167,3 @@ def mixed(log_p_model: Tensor, neighbours: Neighbours, combiner: Combiner) -> Te
 def p_knn(neighbours: Neighbours, temperature: float, vocabulary: int) -> Tensor:
     """The kernel's shares, added up by value."""
     return by_value(kernel(neighbours, temperature), neighbours, vocabulary)
-
-
-def retrieved(neighbours: Neighbours, log_p_model: Tensor, truth: Tensor, pair: Tensor) -> Retrieved:
-    """What is kept of log p_model [R, V] where neighbours were fetched for held-out tokens."""
-    values = neighbours.values.masked_fill(~neighbours.found, 0)
-    return Retrieved(
-        neighbours, truth, log_p_model.gather(1, truth[:, None])[:, 0], log_p_model.gather(1, values),
-        log_p_model.amax(1), log_p_model.sum(1), -(log_p_model.exp() * log_p_model).sum(1), pair,
-        log_p_model.shape[1],
-    )  # fmt: skip

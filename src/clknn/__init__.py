@@ -7,6 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from clknn.adaptation import ADAPTIVE as ADAPTIVE
+    from clknn.adaptation import CKMT_ADAPTIVE as CKMT_ADAPTIVE
+    from clknn.adaptation import CLKNN as CLKNN
+    from clknn.adaptation import GATED as GATED
+    from clknn.adaptation import KNN_MT as KNN_MT
+    from clknn.adaptation import KSTER as KSTER
+    from clknn.adaptation import Method as Method
     from clknn.adaptation import Verdict as Verdict
     from clknn.adaptation import adapt as adapt
     from clknn.adaptation import verdict as verdict
@@ -32,6 +39,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Method": "adaptation",
+    "KSTER": "adaptation",
+    "KNN_MT": "adaptation",
+    "GATED": "adaptation",
+    "CLKNN": "adaptation",
+    "CKMT_ADAPTIVE": "adaptation",
+    "ADAPTIVE": "adaptation",
     "AdapterSettings": "adapter",
     "PAPER": "adapter",
     "Datastore": "datastore",

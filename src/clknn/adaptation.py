@@ -25,21 +25,30 @@ from clknn import datastore as stores
 from clknn import index as indices
 from clknn import model as models
 from clknn import projection as projections
-from clknn import tuning
 from clknn.adapter import Adapter, AdapterSettings, Step, Trained
 from clknn.corpus import Pair, Pairs, Role, Skip, Tally, read_pairs
-from clknn.datastore import Manifest
+from clknn.datastore import Datastore, Manifest
 from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, retrieval_accuracy, timed
-from clknn.mixing import Mixing
+from clknn.methods import ckmt, neighbourhood
+from clknn.methods.adaptive import MetaKTuner
+from clknn.methods.ckmt import CkmtSettings
+from clknn.methods.gate import GateTuner
+from clknn.methods.kster import KernelTuner
+from clknn.methods.neighbourhood import RefineSettings
+from clknn.mixing import Mixing, from_other_pairs
 from clknn.model import Decoding, Model
 from clknn.projection import Projection
-from clknn.states import Progress, skip_too_long, too_long, write_states
+from clknn.states import BATCH_TOKENS, Progress, batches, skip_too_long, tokens_with_log_p, too_long, write_states
 from clknn.translator import Translation, Translator
+from clknn.tuning import Grid, Retrieved, Tuner, joined, retrieved_of
 
 VALIDATION_ENTRIES = 25_000
 VALIDATION_QUERIES = 2_000
 KS = (1, 2, 4, 8, 16, 32, 64)
+CONTRASTIVE, CKMT = "contrastive", "ckmt"  # whose recipe trained an adapter, in the manifest
+OWN_PAIRS = 2_000  # of the datastore, drawn for a tuner that learns from these
+SPARE = 64  # neighbours fetched for such a pair beside those asked for, to stand in for its own entries
 
 
 class Report(Protocol):
@@ -58,7 +67,6 @@ class HeldOut:
 
     states: Tensor  # [R, D] float32
     truth: Tensor  # [R] the right tokens
-    log_p: Tensor  # [R] log p_model of the right tokens
 
 
 @dataclass(frozen=True)
@@ -211,7 +219,7 @@ def _force_decode(path: Path, draft: Manifest, model: Model, tally: Tally, repor
 
 def train(
     path: Path,
-    settings: AdapterSettings,
+    settings: AdapterSettings | CkmtSettings,
     model: Model,
     states_of: Path | None = None,
     report: Report = silent,
@@ -220,7 +228,8 @@ def train(
 
     None: it was trained with these settings before.
     """
-    asked = adapters.options(settings) | {"states of": None if states_of is None else str(states_of)}
+    recipe = CKMT if isinstance(settings, CkmtSettings) else CONTRASTIVE
+    asked = {"recipe": recipe, **asdict(settings), "states of": None if states_of is None else str(states_of)}
     checkpoint = path / "training.safetensors"
 
     def advance(step: Step) -> None:
@@ -237,8 +246,12 @@ def train(
         states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
         held_out = force_held_out(home, teacher, model, "tune")
         report("train", 0, settings.steps, "steps")
-        validate = validator(states, values, held_out, settings.seed)
-        trained = adapters.train(states, values, settings, validate, checkpoint, advance)
+        if isinstance(settings, CkmtSettings):
+            validate = validator(states, values, held_out, settings.seed, lambda adapter, _: Projection(adapter))
+            trained = _train_ckmt(states, values, settings, validate, advance, report)
+        else:
+            validate = validator(states, values, held_out, settings.seed, _narrowed)
+            trained = adapters.train(states, values, settings, validate, checkpoint, advance)
         file = stores.fresh(path, "adapter", "safetensors")
         projections.save(Projection(trained.adapter), file)
         best = max(trained.curve, key=lambda step: step.accuracy)
@@ -259,8 +272,24 @@ def train(
     return trained
 
 
-def validator(states: Any, values: Any, held_out: HeldOut | None, seed: int) -> Callable[[Adapter], float]:
-    """Retrieval accuracy@8 of held-out states among a random 25,000 entries, by exact search on PCA keys.
+def _train_ckmt(
+    states: Any, values: Any, settings: CkmtSettings, validate: Callable[[Adapter], float], advance: Any, report: Report
+) -> Trained:
+    clustered = ckmt.clusters(
+        states, values, settings, np.random.default_rng(settings.seed),
+        lambda done, total: report("cluster", done, total, "entries"),
+    )  # fmt: skip
+    return ckmt.train(states, values, settings, validate, advance, clustered)
+
+
+def _narrowed(adapter: Adapter, sample: Any) -> Projection:
+    return projections.fit(sample, adapter, min(128, adapter.width))
+
+
+def validator(
+    states: Any, values: Any, held_out: HeldOut | None, seed: int, projected: Callable[[Adapter, Any], Projection]
+) -> Callable[[Adapter], float]:
+    """Retrieval accuracy@8 of held-out states among a random 25,000 entries, by exact search on their keys.
 
     Where nothing is held out, 500 entries ask among the others.
     """
@@ -277,9 +306,9 @@ def validator(states: Any, values: Any, held_out: HeldOut | None, seed: int) -> 
     k = min(8, len(sample))
 
     def accuracy(adapter: Adapter) -> float:
-        projection = projections.fit(sample, adapter, min(128, adapter.width))
+        projection = projected(adapter, sample)
         keys = np.concatenate(list(projection.keys(sample)))
-        near = indices.exact_search(keys, projection(queries).numpy(), k, inner=True)
+        near = indices.exact_search(keys, projection(queries).numpy(), k, projection.normed)
         return retrieval_accuracy(sample_values[near.ids], near.found, truth, [k])[k]
 
     return accuracy
@@ -292,13 +321,16 @@ def project(
     size: int | None = None,
     centred: bool = True,
     report: Report = silent,
+    refined: RefineSettings | None = None,
 ) -> Manifest:
     """Turns the states into keys and indexes them; from here on the directory is a datastore.
 
-    `vanilla` is kNN-MT: the raw states, by squared L2. Otherwise the trained adapter, PCA to `size` and norm; where no
-    adapter was trained, PCA and norm alone.
+    `vanilla` is kNN-MT: the raw states, by squared L2. Otherwise the trained adapter, PCA to `size` and norm, which can
+    be `refined` on what they retrieve; where no adapter was trained, PCA and norm alone. CKMT's adapter is narrow and
+    stands alone.
     """
     asked: dict[str, Any] = {"vanilla": vanilla, "size": size, "centred": centred}
+    asked["refined"] = None if refined is None else asdict(refined)
     with stores.writing(path):
         manifest = _begun(path, model)
         asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
@@ -306,16 +338,9 @@ def project(
             return manifest
         held_out = force_held_out(path, manifest, model, "tune")
         started = time.perf_counter()
-        projection = Projection()
-        if not vanilla:
-            adapter = None
-            if "adapter" in manifest.files:
-                adapter = projections.read(path / manifest.files["adapter"].name).adapter
-            width = manifest.width if adapter is None else adapter.width
-            chosen = size or min(128, width)
-            if chosen > width:
-                raise InputError(f"size {chosen} is more than the {width} dimensions there are; choose fewer")
-            projection = projections.fit(stores.array(path, manifest, "states"), adapter, chosen, centred)
+        if vanilla and refined is not None:
+            raise InputError("kNN-MT's raw states are searched as they are; refining needs --method clknn or gated")
+        projection = Projection() if vanilla else _projection(path, manifest, size, centred, refined, report)
         files, index, measured = stores.from_states(
             path,
             manifest,
@@ -334,46 +359,96 @@ def project(
             }
         measured["seconds"] = round(time.perf_counter() - started, 1)
         marks = manifest.files | {name: stores.mark_of(file) for name, file in files.items()}
-        done = manifest.having("project", asked, measured, files=marks, mixing=_untuned(manifest, vanilla))
+        marks.pop("combiner", None)  # it learned on other keys
+        done = manifest.having("project", asked, measured, files=marks, mixing=_untuned(manifest, projection.normed))
         for notes in (done.options, done.measured):
             notes.pop("tune", None)  # it was chosen for other keys
         stores.commit(path, done)
     return done
 
 
-def _untuned(manifest: Manifest, vanilla: bool) -> Mixing:
+def _projection(
+    path: Path, manifest: Manifest, size: int | None, centred: bool, refined: RefineSettings | None, report: Report
+) -> Projection:
+    adapter = None
+    if "adapter" in manifest.files:
+        adapter = projections.read(path / manifest.files["adapter"].name).adapter
+        if manifest.options["train"]["recipe"] == CKMT:
+            if size is not None or not centred or refined is not None:
+                raise InputError("CKMT's keys are its adapter's own: size, centring and refining do not apply to them")
+            return Projection(adapter)
+    width = manifest.width if adapter is None else adapter.width
+    chosen = size or min(128, width)
+    if chosen > width:
+        raise InputError(f"size {chosen} is more than the {width} dimensions there are; choose fewer")
+    states = stores.array(path, manifest, "states")
+    projection = projections.fit(states, adapter, chosen, centred)
+    if refined is None:
+        return projection
+    values, pairs = (stores.array(path, manifest, name) for name in ("values", "pairs"))
+
+    def advance(step: int, steps: int, loss: float) -> None:
+        report("refine", step, steps, f"steps, loss {loss:.3f}")
+
+    return neighbourhood.refine(projection, states, np.asarray(values), np.asarray(pairs), refined, advance)
+
+
+def _untuned(manifest: Manifest, normed: bool) -> Mixing:
     """Cautious settings for a datastore with nothing held out to tune on."""
     k = min(8, manifest.entries)
-    if vanilla:
+    if not normed:
         return Mixing(k, 10.0 * manifest.width / 1024, 0.5, scaled=False)  # the papers' T 10 is for D 1024
     return Mixing(k, 0.05, 0.5, scaled=True)
 
 
-def tune(path: Path, model: Model, scaled: bool | None = None, report: Report = silent) -> Manifest:
-    """Chooses k, temperature and weight on the held-out pairs; None for `scaled` takes w* where keys allow it."""
+def tune(path: Path, model: Model, tuner: Tuner | None = None, report: Report = silent) -> Manifest:
+    """Chooses the combiner on held-out pairs, as `tuner` does; None is the grid, with w* where keys allow it."""
     with stores.writing(path), stores.open_datastore(path, model) as store:
         manifest = store.manifest
-        held_out = force_held_out(path, manifest, model, "tune")
-        if held_out is None:
-            raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
+        tuner = tuner or Grid(scaled=store.projection.normed)
+        pairs = list(store.pairs.each("stored" if tuner.own_pairs else "tune"))
+        if tuner.own_pairs:
+            pairs = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:OWN_PAIRS]]
         started = time.perf_counter()
-        if scaled and not store.projection.normed:
-            raise InputError(f"{path}: w* needs similarities, and kNN-MT's raw states have distances; leave it out")
-        use = store.projection.normed if scaled is None else scaled
-        k = min(max(tuning.KS), store.entries)
-        neighbours = store.neighbours(store.project(held_out.states), k)
-        report("tune", 1, 2, "neighbours fetched")
-        tuned = tuning.tune(neighbours, held_out.log_p, held_out.truth, use)
-        measured = {
-            "log-likelihood of a token, base": round(tuned.base, 4),
-            "log-likelihood of a token": round(tuned.log_likelihood, 4),
-            "tokens": tuned.tokens,
-            "seconds": round(time.perf_counter() - started, 1),
-        }
-        done = manifest.having("tune", {"scaled": use}, measured, mixing=tuned.mixing)
+        retrieved = retrieve(store, model, pairs, tuner, lambda done: report("retrieve", done, len(pairs), "pairs"))
+        if retrieved is None:
+            raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
+        fetched = time.perf_counter()
+        chosen = tuner.choose(
+            retrieved, lambda p: report("tune", p.update, 0, f"updates, log-likelihood {p.log_likelihood:.3f}")
+        )
+        seconds = {"retrieval": round(fetched - started, 1), "tuning": round(time.perf_counter() - fetched, 1)}
+        done = stores.with_combiner(path, manifest, chosen.combiner)
+        done = done.having("tune", {"combiner": tuner.name} | asdict(tuner), chosen.measured | {"seconds": seconds})  # type: ignore[call-overload]
         stores.save_draft(path, done)
-        report("tune", 2, 2, "done")
+        report("tune", 1, 1, "done")
     return done
+
+
+def retrieve(
+    store: Datastore,
+    model: Model,
+    pairs: Sequence[tuple[int, Pair]],
+    tuner: Tuner,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Retrieved | None:
+    """What a tuner learns from, for every token of these numbered pairs; None where no pair fits the model."""
+    s = model.tokenise_sources([pair.source for _, pair in pairs])
+    t = model.tokenise_targets([pair.target for _, pair in pairs])
+    fits = [i for i in range(len(pairs)) if not too_long(model, s[i], t[i])]
+    k = min(tuner.most + (SPARE if tuner.own_pairs else 0), store.entries)
+    blocks, done = list[Retrieved](), 0
+    for batch in batches(fits, s, t, tokens_with_log_p(model)):
+        forced = model.force([s[i] for i in batch], [t[i] for i in batch], with_log_p=True)
+        assert forced.log_p is not None
+        pair = torch.tensor([pairs[i][0] for i in batch for _ in t[i]])
+        near = store.neighbours(store.project(forced.states), k, tuner.wants_keys)
+        if tuner.own_pairs:
+            near = from_other_pairs(near, torch.from_numpy(store.pair_ids[near.ids.numpy()]), pair, tuner.most)
+        truth = torch.tensor([token for i in batch for token in t[i]])
+        blocks.append(retrieved_of(near, forced.log_p.cpu(), truth, pair))
+        advance(done := done + len(batch))
+    return joined(blocks) if blocks else None
 
 
 def fitting(model: Model, pairs: Iterable[Pair], tally: Tally) -> list[Pair]:
@@ -395,20 +470,14 @@ def force_held_out(path: Path, manifest: Manifest, model: Model, role: Role) -> 
 
 
 def force_pairs(model: Model, sources: Sequence[str], targets: Sequence[str]) -> HeldOut | None:
-    """States, right tokens and log p_model of them for these segments; None where no segment fits the model."""
+    """States and right tokens of these segments; None where no segment fits the model."""
     s, t = model.tokenise_sources(sources), model.tokenise_targets(targets)
     fits = [i for i in range(len(s)) if not too_long(model, s[i], t[i])]
-    fits.sort(key=lambda i: len(t[i]))
-    states, truth, log_p = [], [], []
-    for start in range(0, len(fits), 16):
-        batch = fits[start : start + 16]
-        forced = model.force([s[i] for i in batch], [t[i] for i in batch], with_log_p=True)
-        assert forced.log_p is not None
-        right = torch.tensor([token for i in batch for token in t[i]])
-        states.append(forced.states.cpu())
-        truth.append(right)
-        log_p.append(forced.log_p.cpu().gather(1, right[:, None])[:, 0])
-    return HeldOut(torch.cat(states), torch.cat(truth), torch.cat(log_p)) if fits else None
+    states, truth = [], list[int]()
+    for batch in batches(fits, s, t, BATCH_TOKENS):
+        states.append(model.force([s[i] for i in batch], [t[i] for i in batch]).states.cpu())
+        truth += [token for i in batch for token in t[i]]
+    return HeldOut(torch.cat(states), torch.tensor(truth)) if fits else None
 
 
 def verdict(path: Path, model: Model, decoding: Decoding = Decoding(), report: Report = silent) -> Verdict | None:  # noqa: B008 (frozen)
@@ -444,12 +513,28 @@ def accuracy_of(translator: Translator, sources: list[str], references: list[str
     return retrieval_accuracy(near.values.numpy(), near.found.numpy(), forced.truth.numpy(), KS)
 
 
+@dataclass(frozen=True)
+class Method:
+    """A system: what makes its keys, and what chooses its combiner. The two choices are independent."""
+
+    adapter: AdapterSettings | CkmtSettings | None = AdapterSettings()  # noqa: RUF009 (frozen); None: raw states
+    refined: RefineSettings | None = None
+    tuner: Tuner = Grid(scaled=True)  # noqa: RUF009 (frozen)
+
+
+KNN_MT = Method(None, tuner=Grid(scaled=False))
+CLKNN = Method()
+CKMT_ADAPTIVE = Method(CkmtSettings(), tuner=MetaKTuner())
+ADAPTIVE = Method(None, tuner=MetaKTuner())
+KSTER = Method(None, tuner=KernelTuner())
+GATED = Method(refined=RefineSettings(), tuner=GateTuner())
+
+
 def adapt(
     path: Path,
     files: Sequence[Path],
     model: Model,
-    settings: AdapterSettings = AdapterSettings(),  # noqa: B008 (frozen)
-    vanilla: bool = False,
+    method: Method = CLKNN,
     hold_out: int = 300,
     seed: int = 0,
     tally: Tally | None = None,
@@ -457,13 +542,20 @@ def adapt(
     tune_on: Sequence[Path] = (),
 ) -> Verdict | None:
     """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
-    manifest = build(path, files, model, hold_out, seed, tally, report, tune_on)
-    if not vanilla:
-        train(path, settings, model, report=report)
-    manifest = project(path, model, vanilla, report=report)
-    if manifest.measured["build"]["held out"]["tune"]:
-        tune(path, model, report=report)
+    build(path, files, model, hold_out, seed, tally, report, tune_on)
+    manifest = represent(path, model, method, report)
+    if method.tuner.own_pairs or manifest.measured["build"]["held out"]["tune"]:
+        tune(path, model, method.tuner, report)
     return verdict(path, model, report=report)
+
+
+def represent(
+    path: Path, model: Model, method: Method, report: Report = silent, states_of: Path | None = None
+) -> Manifest:
+    """The keys of a method: its adapter trained, on these states or another datastore's, and the states projected."""
+    if method.adapter is not None:
+        train(path, method.adapter, model, states_of, report)
+    return project(path, model, method.adapter is None, refined=method.refined, report=report)
 
 
 def _begun(path: Path, model: Model) -> Manifest:

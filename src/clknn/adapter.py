@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -476,8 +476,3 @@ def _fresh_adapter(states: Halves, s: AdapterSettings) -> Adapter:
 
 def _states(states: Halves, entries: Tensor) -> Tensor:
     return torch.from_numpy(states[entries.numpy()].astype(np.float32))  # [R, D]
-
-
-def options(settings: AdapterSettings) -> dict[str, Any]:
-    """For the manifest."""
-    return asdict(settings)

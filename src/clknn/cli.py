@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -24,13 +24,13 @@ from rich.table import Table
 from clknn.errors import DatastoreError, Error, InputError, ModelError
 
 if TYPE_CHECKING:
-    from clknn.adaptation import Verdict
-    from clknn.adapter import AdapterSettings
+    from clknn.adaptation import Method, Verdict
     from clknn.corpus import Tally
     from clknn.datastore import Manifest
     from clknn.evaluation import Comparison
     from clknn.model import Decoding, Model
     from clknn.translator import Translation, Translator
+    from clknn.tuning import Tuner
 
 app = typer.Typer(
     help="Machine translation that learns a translation memory in minutes, without fine-tuning.",
@@ -43,9 +43,25 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-class Method(StrEnum):
+class System(StrEnum):
+    """What `--method` can name."""
+
     clknn = "clknn"
     knn_mt = "knn-mt"
+    ckmt = "ckmt"
+    adaptive = "adaptive"
+    kster = "kster"
+    gated = "gated"
+
+
+class Combining(StrEnum):
+    """What `--combiner` can name."""
+
+    fixed = "fixed"
+    scaled = "scaled"
+    meta_k = "meta-k"
+    kernel = "kernel"
+    gate = "gate"
 
 
 Files = Annotated[
@@ -71,7 +87,20 @@ Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit t
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str, typer.Option(help="The model's precision: float32 or bfloat16.")]
 Prefix = Annotated[str | None, typer.Option(help="Text before each source, for T5; by default the checkpoint's own.")]
-MethodOption = Annotated[Method, typer.Option(help="clknn: trained keys. knn-mt: raw states, nothing to train.")]
+MethodOption = Annotated[
+    System,
+    typer.Option(
+        help="clknn: trained keys, weight scaled by confidence. gated: these keys refined on what they retrieve, and a "
+        "learned gate. knn-mt, ckmt, adaptive, kster: the systems they are compared with."
+    ),
+]
+CombinerOption = Annotated[
+    Combining | None,
+    typer.Option(
+        help="fixed: k, temperature, weight. scaled: the weight times confidence. meta-k, kernel, gate: learned. "
+        "By default the method's own."
+    ),
+]
 K = Annotated[int | None, typer.Option(help="Neighbours asked for, instead of the tuned number.")]
 Temperature = Annotated[float | None, typer.Option(help="Softness of p_knn, instead of the tuned one.")]
 Weight = Annotated[float | None, typer.Option(help="Share of p_knn from 0 (base model) to 1.")]
@@ -98,7 +127,8 @@ def adapt(
     source: Source,
     target: Target,
     out: Out,
-    method: MethodOption = Method.clknn,
+    method: MethodOption = System.clknn,
+    combiner: CombinerOption = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Most training steps; it stops early when it can.")] = None,
     hold_out: HoldOut = 300,
     tune_on: TuneOn = None,
@@ -113,12 +143,10 @@ def adapt(
     from clknn.corpus import Tally
 
     tally = Tally(strict=strict)
-    with _Progress() as report:
+    with Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
-        settings = _settings(steps=steps, seed=seed)
-        verdict = adaptation.adapt(
-            out, files, loaded, settings, method is Method.knn_mt, hold_out, seed, tally, report, tune_on or ()
-        )
+        chosen = _method(method, combiner, steps, seed)
+        verdict = adaptation.adapt(out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
     _say_verdict(out, verdict)
 
@@ -143,7 +171,7 @@ def build(
     from clknn.corpus import Tally
 
     tally = Tally(strict=strict)
-    with _Progress() as report:
+    with Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
@@ -154,6 +182,7 @@ def build(
 def train(
     store: Store,
     model: OtherModel = None,
+    method: Annotated[System, typer.Option(help="clknn or ckmt: whose recipe.")] = System.clknn,
     states_of: Annotated[Path | None, typer.Option(help="Train on another datastore's states.")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Start from the published settings.")] = False,
     steps: Annotated[int | None, typer.Option(min=1, help="Most training steps.")] = None,
@@ -178,24 +207,35 @@ def train(
     patience: Annotated[
         int | None, typer.Option(min=1, help="Validations without a better one before it stops.")
     ] = None,
+    eps: Annotated[float | None, typer.Option(min=0, help="CKMT's radius; by default from the distances.")] = None,
     seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
 ) -> None:
     """Stage 2: train the adapter by supervised contrastive learning."""
     from clknn import adaptation
+    from clknn.adapter import PAPER, AdapterSettings
+    from clknn.methods.ckmt import CkmtSettings
 
-    with _Progress() as report:
-        loaded = _model_of(store, model)
-        settings = _settings(
-            paper, steps=steps, batch=batch, positives=positives, negatives=negatives, nearest=nearest,
-            temperature=temperature, inner=inner, width=width, residual=residual, shared=shared,
-            anchor_power=anchor_power, learning_rate=learning_rate, validate_every=validate_every,
-            patience=patience, seed=seed,
-        )  # fmt: skip
-        if refresh is not None:
-            settings = replace(settings, refresh=refresh or None)
-        if centre_entries is not None:
-            settings = replace(settings, centre_entries=centre_entries or None)
-        trained = adaptation.train(store, settings, loaded, states_of, report)
+    options: dict[str, Any] = {
+        "steps": steps, "batch": batch, "positives": positives, "negatives": negatives, "nearest": nearest,
+        "temperature": temperature, "inner": inner, "width": width, "residual": residual, "shared": shared,
+        "anchor_power": anchor_power, "learning_rate": learning_rate, "validate_every": validate_every,
+        "patience": patience, "refresh": refresh, "centre_entries": centre_entries, "eps": eps,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None} | {"seed": seed}
+    settings: AdapterSettings | CkmtSettings
+    if method is System.ckmt:
+        _refuse_strangers(given | ({"paper": True} if paper else {}), CkmtSettings, "ckmt")
+        settings = CkmtSettings(**given)
+    elif method is System.clknn:
+        _refuse_strangers(given, AdapterSettings, "clknn")
+        once: dict[str, Any] = {name: given[name] or None for name in ("refresh", "centre_entries") if name in given}
+        settings = replace(PAPER if paper else AdapterSettings(), **given | once)
+    else:
+        raise InputError(f"--method {method.value} has no recipe of its own to train; choose clknn or ckmt")
+    with Bars() as report:
+        trained = adaptation.train(store, settings, _model_of(store, model, device, dtype), states_of, report)
     if trained is None:
         typer.echo(f"{store}: trained with these settings before; next: clknn project {store}")
         return
@@ -210,15 +250,25 @@ def train(
 def project(
     store: Store,
     model: OtherModel = None,
-    method: MethodOption = Method.clknn,
+    raw: Annotated[bool, typer.Option("--raw", help="Raw states, by squared L2: vanilla kNN-MT.")] = False,
     size: Annotated[int | None, typer.Option(min=1, help="Dimensions kept by PCA; by default 128 at most.")] = None,
     centred: Annotated[bool, typer.Option(help="Subtract the mean before PCA.")] = True,
+    refine: Annotated[bool, typer.Option("--refine", help="Refine the keys on what they retrieve.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
 ) -> None:
     """Stage 3: turn states into keys and index them."""
     from clknn import adaptation
+    from clknn.methods.neighbourhood import RefineSettings
 
-    with _Progress() as report:
-        manifest = adaptation.project(store, _model_of(store, model), method is Method.knn_mt, size, centred, report)
+    if raw and (size is not None or not centred or refine):
+        raise InputError(
+            "--size, --no-centred and --refine do not apply to --raw, which searches the states as they are"
+        )
+    refined = RefineSettings() if refine else None
+    with Bars() as report:
+        loaded = _model_of(store, model, device, dtype)
+        manifest = adaptation.project(store, loaded, raw, size, centred, report, refined)
     measured = manifest.measured["project"]
     typer.echo(f"{store}: {measured['index']}; next: clknn tune {store}")
 
@@ -227,15 +277,16 @@ def project(
 def tune(
     store: Store,
     model: OtherModel = None,
-    scaled: Annotated[
-        bool | None, typer.Option("--scaled/--fixed", help="w* = weight x confidence, or the weight as it is.")
-    ] = None,
+    combiner: CombinerOption = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
 ) -> None:
-    """Stage 4: choose k, temperature and weight on the held-out pairs."""
+    """Stage 4: choose k, temperature and weight on the held-out pairs, or train what takes their place."""
     from clknn import adaptation
 
-    with _Progress() as report:
-        manifest = adaptation.tune(store, _model_of(store, model), scaled, report)
+    with Bars() as report:
+        tuner = None if combiner is None else _tuner(combiner)
+        manifest = adaptation.tune(store, _model_of(store, model, device, dtype), tuner, report)
     typer.echo(f"{store}: {_mixing_line(manifest)}")
 
 
@@ -298,7 +349,7 @@ def evaluate(
     from clknn.model import Decoding
 
     decoding = Decoding(beam, length_penalty, max_new_tokens)
-    with _Progress() as report:
+    with Bars() as report:
         translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
         opened = translator.datastore
         assert opened is not None
@@ -403,11 +454,55 @@ def _translator(store: Path, name: str | None, decoding: Decoding, device: str, 
     return Translator.open(store, _model_of(store, name, device, dtype), decoding=decoding)
 
 
-def _settings(paper: bool = False, **given: Any) -> AdapterSettings:
-    from clknn.adapter import PAPER, AdapterSettings
+def _method(system: System, combiner: Combining | None, steps: int | None, seed: int) -> Method:
+    from clknn import adaptation
 
-    base = PAPER if paper else AdapterSettings()
-    return replace(base, **{name: value for name, value in given.items() if value is not None})
+    match system:
+        case System.knn_mt:
+            method = adaptation.KNN_MT
+        case System.clknn:
+            method = adaptation.CLKNN
+        case System.ckmt:
+            method = adaptation.CKMT_ADAPTIVE
+        case System.adaptive:
+            method = adaptation.ADAPTIVE
+        case System.kster:
+            method = adaptation.KSTER
+        case System.gated:
+            method = adaptation.GATED
+    if combiner is not None:
+        method = replace(method, tuner=_tuner(combiner))
+    if method.adapter is None:
+        if steps is not None:
+            raise InputError(f"--steps does not apply to --method {system.value}, which trains no adapter")
+        return method
+    return replace(method, adapter=replace(method.adapter, steps=steps or method.adapter.steps, seed=seed))
+
+
+def _tuner(combiner: Combining) -> Tuner:
+    from clknn.methods.adaptive import MetaKTuner
+    from clknn.methods.gate import GateTuner
+    from clknn.methods.kster import KernelTuner
+    from clknn.tuning import Grid
+
+    match combiner:
+        case Combining.fixed:
+            return Grid(scaled=False)
+        case Combining.scaled:
+            return Grid(scaled=True)
+        case Combining.meta_k:
+            return MetaKTuner()
+        case Combining.kernel:
+            return KernelTuner()
+        case Combining.gate:
+            return GateTuner()
+
+
+def _refuse_strangers(given: dict[str, Any], settings: type, method: str) -> None:
+    """An option that a method does not have is named, never passed over."""
+    strangers = [f"--{name.replace('_', '-')}" for name in given if name not in {f.name for f in fields(settings)}]
+    if strangers:
+        raise InputError(f"{', '.join(strangers)} does not apply to --method {method}; leave it out")
 
 
 def _lines_as_they_come(descriptor: int) -> Iterator[list[str]]:
@@ -492,6 +587,8 @@ def _say_comparison(comparison: Comparison) -> None:
 
 def _mixing_line(manifest: Manifest) -> str:
     mixing = manifest.mixing
+    if "combiner" in manifest.files:
+        return f"{manifest.options['tune']['combiner']}, learned"
     if mixing is None:
         return "not tuned"
     kind = "w*, scaled by confidence" if mixing.scaled else "fixed"
@@ -504,7 +601,7 @@ def _say_manifest(store: Path, manifest: Manifest) -> None:
     say(f"languages: {manifest.source_language} → {manifest.target_language}")
     say(f"model: {manifest.model} (fingerprint {manifest.fingerprint}), width {manifest.width}")
     say(f"state: {manifest.state}")
-    say(f"mixing: {_mixing_line(manifest)}")
+    say(f"combiner: {_mixing_line(manifest)}")
     say(f"on disk: {sum(mark.bytes for mark in manifest.files.values()) / 1e6:,.1f} MB, format {manifest.format}")
     for stage in ("build", "train", "project", "tune"):
         if stage in manifest.options:
@@ -513,23 +610,24 @@ def _say_manifest(store: Path, manifest: Manifest) -> None:
                 say(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
 
 
-class _Progress:
+class Bars:
     """A bar on a terminal; elsewhere a line at each stage's beginning and every tenth of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console = err) -> None:
+        self._console = console
         self._bars = Progress(
             TextColumn("{task.description:>8}"),
             BarColumn(30),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[note]}"),
+            TextColumn("{task.fields[note]}"),
             TimeElapsedColumn(),
-            console=err,
-            disable=not err.is_terminal,
+            console=console,
+            disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, float] = {}
         self._started = time.monotonic()
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Bars:
         self._bars.start()
         return self
 
@@ -537,14 +635,14 @@ class _Progress:
         self._bars.stop()
 
     def __call__(self, stage: str, done: float, total: float, note: str = "") -> None:
-        if err.is_terminal:
+        text = f"{done:,.0f}/{total:,.0f} {note}" if total else f"{done:,.0f} {note}"
+        if self._console.is_terminal:
             if stage not in self._tasks:
-                self._tasks[stage] = self._bars.add_task(stage, total=total or None, note=note)
-            self._bars.update(self._tasks[stage], completed=done, note=note)
+                self._tasks[stage] = self._bars.add_task(stage, total=total or None, note=text)
+            self._bars.update(self._tasks[stage], completed=done, note=text)
             return
         before = self._said.get(stage)
         if before is None or (total and done - before >= total / 10) or (total and done >= total > before):
             self._said[stage] = done
             seconds = time.monotonic() - self._started
-            of_all = f"/{total:,.0f}" if total else ""
-            err.print(f"[{seconds:6.1f} s] {stage}: {done:,.0f}{of_all} {note}", markup=False)
+            self._console.print(f"[{seconds:6.1f} s] {stage}: {text}", markup=False)

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from clknn import index as indices
@@ -35,7 +36,10 @@ from clknn import projection as projections
 from clknn.corpus import Pair, Pairs, Tally
 from clknn.errors import DatastoreError, InputError, ModelError
 from clknn.index import Index
-from clknn.mixing import Mixing, Neighbours
+from clknn.methods.adaptive import MetaK
+from clknn.methods.gate import Gate
+from clknn.methods.kster import Kernel
+from clknn.mixing import Combiner, Mixing, Neighbours
 from clknn.model import Model
 from clknn.projection import Projection
 from clknn.states import WINDOW, GrowingArray, Progress, force_decode, write_atomically
@@ -45,7 +49,7 @@ ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
 # What a killed or refused change can leave behind; SQLite would play a journal that is left into the next file of
 # that name.
 _OURS = re.compile(
-    r"(states|values|pairs|positions|keys|adapter|projection|index|text)(\.\d+)?\.(npy|safetensors|faiss|sqlite)"
+    r"(states|values|pairs|positions|keys|adapter|projection|combiner|index|text)(\.\d+)?\.(npy|safetensors|faiss|sqlite)"
     r"(-journal)?|(manifest|draft|progress)\.json\.new|training\.safetensors\.new"
 )
 _FULL = re.compile("No space left|Disk quota exceeded|disk is full")  # as faiss, safetensors and SQLite say it
@@ -110,6 +114,7 @@ class Datastore:
     pair_ids: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     pairs: Pairs
+    combiner: Combiner | None  # what tuning chose for these keys
 
     @property
     def entries(self) -> int:
@@ -210,7 +215,34 @@ def open_datastore(path: Path, model: Model | None = None) -> Datastore:
     projection = projections.read(path / manifest.files["projection"].name)
     index = indices.read(path / manifest.files["index"].name, arrays["keys"], projection.normed)
     pairs = Pairs.open(path / manifest.files["text"].name)
-    return Datastore(path, manifest, projection, index, arrays["values"], arrays["pairs"], arrays["positions"], pairs)
+    entries = arrays["values"], arrays["pairs"], arrays["positions"]
+    return Datastore(path, manifest, projection, index, *entries, pairs, read_combiner(path, manifest))
+
+
+def read_combiner(path: Path, manifest: Manifest) -> Combiner | None:
+    """The combiner that learned, where there is one; else the manifest's k, temperature and weight."""
+    if "combiner" not in manifest.files:
+        return manifest.mixing
+    file = path / manifest.files["combiner"].name
+    try:
+        tensors = load_file(file)
+        for kind in (MetaK, Kernel, Gate):
+            if combiner := kind.of(tensors):
+                return combiner
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise DatastoreError(f"{file}: not a combiner ({error}); run `clknn tune` again") from error
+    raise DatastoreError(f"{file}: a combiner that this clknn does not know; use the one that made it, or tune again")
+
+
+def with_combiner(path: Path, manifest: Manifest, combiner: Combiner) -> Manifest:
+    """The manifest that has this combiner and no other; what it learned is written beside it."""
+    files = {name: mark for name, mark in manifest.files.items() if name != "combiner"}
+    if isinstance(combiner, Mixing):
+        return replace(manifest, mixing=combiner, files=files)
+    assert isinstance(combiner, MetaK | Kernel | Gate)
+    file = fresh(path, "combiner", "safetensors")
+    save_file(combiner.tensors(), file)
+    return replace(manifest, mixing=None, files=files | {"combiner": mark_of(file)})
 
 
 def array(path: Path, manifest: Manifest, name: str) -> npt.NDArray[Any]:
@@ -388,6 +420,11 @@ def _finish(
     mixing = store.manifest.mixing
     if mixing is not None:
         mixing = replace(mixing, k=min(mixing.k, len(keys)))  # fewer entries than that may be left
+    elif store.combiner is not None and store.combiner.k > len(keys):
+        raise InputError(
+            f"{store.path}: its combiner asks for {store.combiner.k} neighbours and {len(keys)} entries would be left; "
+            "run `clknn tune --combiner scaled` first"
+        )
     commit(store.path, replace(store.manifest, entries=len(keys), stored=stored, files=marks, mixing=mixing))
 
 

@@ -2,8 +2,9 @@
 
 The model generates; at each step its states become queries, their neighbours become p_knn, and p_mix takes the place
 of p_model. The neighbours seen at each (step, row) are kept while decoding where evidence is wanted, and those of the
-winning hypothesis are found again through its cells. The trade-off: retrieval answers for every row of the beam,
-finished ones included, because `generate` keeps them; evidence costs K numbers for each of these.
+winning hypothesis are found again through its cells; what p_model gave its tokens is asked of the model once more: a
+teacher-forced pass, where keeping it would take R x V numbers a step. The trade-off: retrieval answers for every
+row of the beam, finished ones included, because `generate` keeps them; evidence costs K numbers for each of these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from clknn.datastore import Retriever
 from clknn.mixing import Combiner, Neighbours, Shares, mix
-from clknn.model import Decoding, Mix, Model, Tokens
+from clknn.model import Decoding, Generated, Mix, Model, Tokens
+from clknn.states import batches, tokens_with_log_p
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,36 @@ def decode(
     if not evidence:
         return [Hypothesis(g.tokens, None) for g in generated]
     return [
-        Hypothesis(g.tokens, [_evidence(steps.get(s), r, t) for t, (s, r) in zip(g.tokens, g.cells, strict=True)])
-        for g in generated
+        Hypothesis(
+            g.tokens, [_evidence(steps.get(s), r, t, p) for (s, r), t, p in zip(g.cells, g.tokens, ps, strict=True)]
+        )
+        for g, ps in zip(generated, _p_model(model, sources, generated), strict=True)
     ]
+
+
+def _p_model(model: Model, sources: Sequence[Tokens], generated: list[Generated]) -> list[list[float]]:
+    """p_model of each hypothesis' tokens."""
+    targets, found = [g.tokens for g in generated], [list[float]() for _ in generated]
+    filled = [i for i, target in enumerate(targets) if target]
+    for batch in batches(filled, list(sources), targets, tokens_with_log_p(model)):
+        log_p = model.force([sources[i] for i in batch], [targets[i] for i in batch], with_log_p=True).log_p
+        assert log_p is not None
+        tokens = torch.tensor([token for i in batch for token in targets[i]], device=log_p.device)
+        p = iter(log_p.gather(1, tokens[:, None])[:, 0].exp().tolist())
+        for i in batch:
+            found[i] = [next(p) for _ in targets[i]]
+    return found
 
 
 def _mixer(retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | None) -> Mix:
     def mixed(step: int, states: Tensor, log_p_model: Tensor) -> Tensor:
         found = retriever.neighbours(retriever.project(states), combiner.k, combiner.wants_keys)
         neighbours = found.to(log_p_model.device)
+        if isinstance(combiner, torch.nn.Module):
+            combiner.to(log_p_model.device)
         shares = combiner.shares(log_p_model, neighbours)
         if steps is not None:
-            steps[step] = _Step(neighbours, shares, log_p_model)
+            steps[step] = _Step(neighbours, shares)
         return mix(log_p_model, neighbours, shares)
 
     return mixed
@@ -82,10 +102,9 @@ def _mixer(retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | N
 class _Step:
     neighbours: Neighbours  # [R, K]
     shares: Shares  # [R], [R, K]
-    log_p_model: Tensor  # [R, V]
 
 
-def _evidence(step: _Step | None, row: int, token: int) -> Evidence:
+def _evidence(step: _Step | None, row: int, token: int, p_model: float) -> Evidence:
     if step is None:  # a forced token: nothing was retrieved for it
         return Evidence(token, 0.0, 1.0, 1.0, [])
     near = step.neighbours.similarity if step.neighbours.distance is None else step.neighbours.distance
@@ -95,5 +114,5 @@ def _evidence(step: _Step | None, row: int, token: int) -> Evidence:
         Vote(int(step.neighbours.ids[row, i]), float(step.shares.of_neighbour[row, i]), float(near[row, i]))
         for i in torch.nonzero(voted).flatten().tolist()
     ]
-    trust, p_model = float(step.shares.of_model[row]), float(step.log_p_model[row, token].exp())
+    trust = float(step.shares.of_model[row])
     return Evidence(token, 1 - trust, p_model, trust * p_model + sum(v.share for v in votes), votes)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from clknn.errors import InputError
 
+LEAST = 1e-30  # as a probability; float32 has room below it
+
 
 @dataclass(frozen=True)
 class Neighbours:
@@ -114,6 +116,17 @@ class Mixing:
         return Shares(1 - w, w[:, None] * kernel(neighbours, self.temperature))
 
 
+def from_other_pairs(neighbours: Neighbours, found_in: Tensor, pair: Tensor, k: int) -> Neighbours:
+    """The k nearest that are not of the query's own pair: `found_in` [R, K] are their pairs, `pair` [R] the query's.
+
+    What asks with the datastore's own entries must not find them. The pair's other entries go too: they know the same
+    sentence, and no sentence to translate will have such neighbours. So retrieve more than k; a long pair that is still
+    short of k has some absent. What goes with the neighbours, such as log p_model of their values, is gathered after.
+    """
+    # Not views: those would keep what was left out in memory.
+    return neighbours.only(found_in != pair[:, None]).first(k)._each(Tensor.contiguous)
+
+
 def kernel(neighbours: Neighbours, temperature: float | Tensor) -> Tensor:
     """Each neighbour's share of p_knn [R, K]: exp(sim/T) or exp(-d/T), normalised over those found; T also [R, 1]."""
     near = neighbours.similarity if neighbours.distance is None else -neighbours.distance
@@ -162,5 +175,6 @@ def mix(log_p_model: Tensor, neighbours: Neighbours, shares: Shares) -> Tensor:
     """
     values = neighbours.values.masked_fill(~neighbours.found, 0)  # [R, K]
     added = by_value(shares.of_neighbour, neighbours, log_p_model.shape[1]).gather(1, values)  # [R, K]
-    mixed = log_p_model + torch.log(shares.of_model)[:, None]  # [R, V]
+    # Floored: a token that only the model knows stays possible where what all neighbours want is forbidden.
+    mixed = log_p_model + torch.log(shares.of_model.clamp(min=LEAST))[:, None]  # [R, V]
     return mixed.scatter(1, values, torch.logaddexp(mixed.gather(1, values), torch.log(added)))

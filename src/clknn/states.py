@@ -26,6 +26,7 @@ from clknn.errors import DatastoreError, ModelError
 from clknn.model import Model, Tokens
 
 BATCH_TOKENS = 4096
+LOGITS = 64_000_000  # log-probabilities held at a time: 256 MB
 WINDOW = 4096
 
 
@@ -53,6 +54,11 @@ class Progress:
         return cls(**json.loads(mark.read_text(encoding="utf8"))) if mark.exists() else cls()
 
 
+def tokens_with_log_p(model: Model) -> int:
+    """Padded target tokens that can be forced at once where their log-probabilities over the vocabulary are wanted."""
+    return max(1, min(BATCH_TOKENS, LOGITS // model.vocabulary))
+
+
 def too_long(model: Model, source: Tokens, target: Tokens) -> bool:
     """Whether a pair has more tokens than the model holds, with room for the decoder's start."""
     return max(len(source), len(target)) >= model.longest
@@ -77,7 +83,7 @@ def force_decode(
     starts = dict(zip(fits, np.cumsum([0] + [len(targets[i]) for i in fits]).tolist(), strict=False))
     n = sum(len(targets[i]) for i in fits)
     states = np.empty((n, model.width), np.float16)  # [n, D]
-    for batch in _batches(fits, sources, targets, batch_tokens):
+    for batch in batches(fits, sources, targets, batch_tokens):
         forced = model.force([sources[i] for i in batch], [targets[i] for i in batch]).states
         with np.errstate(over="ignore"):  # what overflows is refused in the next line
             narrow = forced.cpu().numpy().astype(np.float16)  # [sum of the batch's lengths, D]
@@ -96,7 +102,7 @@ def force_decode(
     )
 
 
-def _batches(
+def batches(
     order: Iterable[int], sources: list[list[int]], targets: list[list[int]], batch_tokens: int
 ) -> Iterator[list[int]]:
     """Rows of like length together, at most `batch_tokens` padded positions on the longer side."""

@@ -16,7 +16,7 @@ from clknn.corpus import Pair
 from clknn.datastore import Datastore, check_model, open_datastore, read_manifest
 from clknn.decoder import Evidence, Hypothesis, decode
 from clknn.errors import InputError
-from clknn.mixing import Mixing
+from clknn.mixing import Combiner, Mixing
 from clknn.model import Decoding, Model
 
 BATCH = 32
@@ -64,7 +64,7 @@ class Translator:
 
     model: Model
     datastore: Datastore | None = None
-    mixing: Mixing | None = None
+    combiner: Combiner | None = None
     decoding: Decoding = field(default_factory=Decoding)
 
     @classmethod
@@ -87,7 +87,8 @@ class Translator:
             prefix=manifest.prefix,
         )
         check_model(Path(path), manifest, model)
-        return cls(model, open_datastore(Path(path), model), manifest.mixing, decoding)
+        store = open_datastore(Path(path), model)
+        return cls(model, store, store.combiner, decoding)
 
     @property
     def base(self) -> Translator:
@@ -97,22 +98,29 @@ class Translator:
     def with_mixing(
         self, k: int | None = None, temperature: float | None = None, weight: float | None = None
     ) -> Translator:
-        """Other settings for this use; None keeps what tuning chose."""
-        if self.mixing is None:
-            if k is None and temperature is None and weight is None:
-                return self
+        """Other settings for this use; None keeps what tuning chose. Weight 0 is the base model."""
+        if k is None and temperature is None and weight is None:
+            return self
+        if self.datastore is None:
             raise InputError("k, temperature and weight belong to a datastore, and none is open")
+        if not isinstance(self.combiner, Mixing):
+            if weight == 0 and k is None and temperature is None:
+                return self.base
+            raise InputError(
+                f"{self.datastore.path}: its combiner learned what to believe, and has no k, temperature or weight to "
+                "set; run `clknn tune --combiner scaled` for one that has (weight 0, the base model, can always be set)"
+            )
         mixing = Mixing(
-            self.mixing.k if k is None else k,
-            self.mixing.temperature if temperature is None else temperature,
-            self.mixing.weight if weight is None else weight,
-            self.mixing.scaled,
+            self.combiner.k if k is None else k,
+            self.combiner.temperature if temperature is None else temperature,
+            self.combiner.weight if weight is None else weight,
+            self.combiner.scaled,
         )
-        if self.datastore is not None and mixing.k > self.datastore.entries:
+        if mixing.k > self.datastore.entries:
             raise InputError(
                 f"k is {mixing.k} and {self.datastore.path} has {self.datastore.entries} entries; ask for fewer"
             )
-        return replace(self, mixing=mixing)
+        return replace(self, combiner=mixing)
 
     def translate(self, texts: Sequence[str], evidence: bool = False, batch: int = BATCH) -> list[Translation]:
         """Translates each text, in order; an empty one stays empty."""
@@ -126,10 +134,13 @@ class Translator:
         order = sorted((i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i]))
         done = {i: Translation(text, "", [] if evidence else None) for i, text in enumerate(texts)}
         # Weight 0 is the base model: nothing is searched, unless evidence wants to show what would have been found.
-        mixing = None if self.mixing is None or (self.mixing.weight == 0 and not evidence) else self.mixing
+        idle = isinstance(self.combiner, Mixing) and self.combiner.weight == 0 and not evidence
+        combiner = None if idle else self.combiner
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
-            hypotheses = decode(self.model, [sources[i] for i in rows], self.decoding, self.datastore, mixing, evidence)
+            hypotheses = decode(
+                self.model, [sources[i] for i in rows], self.decoding, self.datastore, combiner, evidence
+            )
             for i, hypothesis in zip(rows, hypotheses, strict=True):
                 done[i] = self._translation(texts[i], hypothesis)
         return [done[i] for i in range(len(texts))]

@@ -9,19 +9,19 @@ combiner's shares. The trade-off: likelihood is not BLEU, and where they disagre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from clknn.errors import InputError
-from clknn.mixing import Mixing, Neighbours, Shares, confidence, first_of_value, kernel, same_value
+from clknn.mixing import Combiner, Mixing, Neighbours, Shares, confidence, first_of_value, kernel, same_value
 
 KS = (2, 4, 8, 16, 32, 64)
-WEIGHTS = tuple(np.round(np.arange(0.05, 1.0001, 0.05), 2).tolist())
+WEIGHTS = tuple(np.round(np.arange(0.0, 1.0001, 0.05), 2).tolist())  # 0: a datastore can be of no use at all
 SIMILARITY_TEMPERATURES = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.15, 0.2)
 NEVER = 1e-30  # a token that no source can produce would be -inf; float32 decoding cannot tell it from this
 BLOCK = 4_096  # tokens judged at a time
@@ -42,12 +42,14 @@ class Retrieved:
     entropy: Tensor  # [R] of p_model, in nats
     pair: Tensor  # [R] which held-out pair each token belongs to
     vocabulary: int
+    features: Tensor | None = None  # [R, F] what a combiner that learns reads of each token, where computed beforehand
 
     def rows(self, chosen: Tensor) -> Retrieved:
         """Only the chosen tokens, as a mask or as numbers."""
         return Retrieved(
             self.neighbours.rows(chosen), self.truth[chosen], self.log_p[chosen], self.log_p_values[chosen],
             self.log_p_top[chosen], self.log_p_sum[chosen], self.entropy[chosen], self.pair[chosen], self.vocabulary,
+            None if self.features is None else self.features[chosen],
         )  # fmt: skip
 
     def first(self, k: int) -> Retrieved:
@@ -56,6 +58,58 @@ class Retrieved:
         if most < k:
             raise InputError(f"k is {k}, and {most} neighbours were retrieved for each token; retrieve {k}")
         return replace(self, neighbours=self.neighbours.first(k), log_p_values=self.log_p_values[:, :k])
+
+
+def retrieved_of(neighbours: Neighbours, log_p_model: Tensor, truth: Tensor, pair: Tensor) -> Retrieved:
+    """What is kept of log p_model [R, V] where neighbours were fetched for tokens `truth` [R] of pairs [R]."""
+    values = neighbours.values.masked_fill(~neighbours.found, 0)
+    return Retrieved(
+        neighbours,
+        truth,
+        log_p_model.gather(1, truth[:, None])[:, 0],
+        log_p_model.gather(1, values),
+        log_p_model.amax(1),
+        log_p_model.sum(1),
+        # A token without any probability adds nothing; 0 x log 0 would add nan.
+        -(log_p_model.exp() * log_p_model.clamp(min=-1e4)).sum(1),
+        pair,
+        log_p_model.shape[1],
+    )
+
+
+def joined(blocks: Sequence[Retrieved]) -> Retrieved:
+    """All tokens of these blocks."""
+
+    def together(parts: Sequence[Any]) -> dict[str, Any]:
+        named = {field.name: [getattr(part, field.name) for part in parts] for field in fields(parts[0])}
+        return {name: torch.cat(each) for name, each in named.items() if isinstance(each[0], Tensor)}
+
+    neighbours = Neighbours(**together([block.neighbours for block in blocks]))
+    return Retrieved(neighbours, **together(blocks), vocabulary=blocks[0].vocabulary)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a tuner chose, and what it measured: mean log-likelihood of a reference token, with it and without."""
+
+    combiner: Combiner
+    measured: dict[str, Any]
+
+
+class Tuner(Protocol):
+    """How a combiner is chosen on retrieved tokens: a grid, or the training of one that learns."""
+
+    wants_keys: ClassVar[bool]  # whether neighbours must come with queries and keys
+    own_pairs: ClassVar[bool]  # whether it learns from the datastore's own pairs, each without what it finds of itself
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def most(self) -> int:
+        """How many neighbours to retrieve for each token."""
+
+    def choose(self, retrieved: Retrieved, advance: Callable[[Progress], None]) -> Chosen: ...
 
 
 @dataclass(frozen=True)
@@ -86,6 +140,35 @@ def tune(neighbours: Neighbours, log_p_model: Tensor, truth: Tensor, scaled: boo
             if likelihood[i] > best[0]:
                 best = (float(likelihood[i]), Mixing(k, temperature, WEIGHTS[i], scaled))
     return Tuned(best[1], best[0], float(log_p_model.mean()), len(truth))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The papers' k, temperature and weight, by `tune`; `scaled` makes the weight w*."""
+
+    scaled: bool
+    wants_keys: ClassVar[bool] = False
+    own_pairs: ClassVar[bool] = False
+    most: ClassVar[int] = max(KS)
+
+    @property
+    def name(self) -> str:
+        return "scaled" if self.scaled else "fixed"
+
+    def choose(self, retrieved: Retrieved, advance: Callable[[Progress], None]) -> Chosen:  # noqa: ARG002 (no training)
+        if self.scaled and retrieved.neighbours.similarity is None:
+            raise InputError("w* needs similarities, and these keys have distances; choose another combiner")
+        tuned = tune(retrieved.neighbours, retrieved.log_p, retrieved.truth, self.scaled)
+        return Chosen(tuned.mixing, likelihoods(tuned.base, tuned.log_likelihood, tuned.tokens))
+
+
+def likelihoods(base: float, reached: float, tokens: int) -> dict[str, Any]:
+    """For the manifest."""
+    return {
+        "log-likelihood of a token, base": round(base, 4),
+        "log-likelihood of a token": round(reached, 4),
+        "tokens": tokens,
+    }
 
 
 def temperatures(neighbours: Neighbours) -> tuple[float, ...]:
@@ -136,6 +219,20 @@ class Learned(Generic[M]):
     before: float  # the same before the first update
     base: float  # mean log p_model of a token
     tokens: int
+
+
+def chosen(learned: Learned[M]) -> Chosen:
+    """A combiner that learned, as a tuner's choice; its numbers are of the pairs set aside."""
+    combiner: Any = learned.combiner
+    return Chosen(
+        combiner,
+        likelihoods(learned.base, learned.log_likelihood, learned.tokens)
+        | {"updates": learned.curve[-1].update, "best update": _best(learned.curve).update},
+    )
+
+
+def _best(curve: list[Progress]) -> Progress:
+    return max(curve, key=lambda progress: progress.log_likelihood)
 
 
 def log_p_mix(retrieved: Retrieved, shares: Shares) -> Tensor:

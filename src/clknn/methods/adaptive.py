@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clknn.errors import InputError
 from clknn.mixing import Neighbours, Shares, first_of_value, kernel
-from clknn.tuning import Learned, Learning, Progress, Retrieved, learn, typical_distance
+from clknn.tuning import Chosen, Learned, Learning, Progress, Retrieved, chosen, learn, tune, typical_distance
 
 HIDDEN = 32
 PAPER = Learning(learning_rate=3e-4, updates=5_000, batch=32, smoothing=1e-3)
@@ -99,3 +99,28 @@ def train(
         torch.manual_seed(settings.seed)
         meta = MetaK(k, temperature, typical_distance(nearest.neighbours))
     return learn(meta, lambda some: meta.forward(some.neighbours), nearest, settings, advance)
+
+
+@dataclass(frozen=True)
+class MetaKTuner:
+    """The tuner of `MetaK`. The paper's T of 10 is in units of its model's states; None takes the grid's for k."""
+
+    k: int = 16
+    temperature: float | None = None
+    learning: Learning = PAPER
+    name: ClassVar[str] = "meta-k"
+    wants_keys: ClassVar[bool] = False
+    own_pairs: ClassVar[bool] = False
+
+    @property
+    def most(self) -> int:
+        return self.k
+
+    def choose(self, retrieved: Retrieved, advance: Callable[[Progress], None]) -> Chosen:
+        k = 2 ** int(math.log2(min(self.k, retrieved.neighbours.found.shape[1])))
+        nearest, temperature = retrieved.first(k), self.temperature
+        if temperature is None:
+            best = tune(nearest.neighbours, nearest.log_p, nearest.truth, scaled=False, ks=(k,)).mixing
+            # 2 - 2 sim at twice the temperature is sim.
+            temperature = best.temperature * (1 if nearest.neighbours.similarity is None else 2)
+        return chosen(train(nearest, k, temperature, self.learning, advance))

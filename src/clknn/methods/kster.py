@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clknn.errors import InputError
 from clknn.mixing import Neighbours, Shares, kernel
-from clknn.tuning import Learned, Learning, Progress, Retrieved, learn, typical_distance
+from clknn.tuning import Chosen, Learned, Learning, Progress, Retrieved, chosen, learn, typical_distance
 
 K = 16
 PAPER = Learning(learning_rate=2e-4, updates=30_000)
@@ -82,16 +82,6 @@ class Kernel(torch.nn.Module):
         return learned.eval().requires_grad_(False)
 
 
-def from_other_pairs(neighbours: Neighbours, found_in: Tensor, pair: Tensor, k: int) -> Neighbours:
-    """The k nearest that are not of the query's own pair: `found_in` [R, K] are their pairs, `pair` [R] the query's.
-
-    The paper drops the top hit, which is the query itself. The pair's other entries go too: they know the same
-    sentence, and no sentence to translate will have such neighbours. So retrieve more than k; a long pair that is still
-    short of k has some absent. What goes with the neighbours, such as log p_model of their values, is gathered after.
-    """
-    return neighbours.only(found_in != pair[:, None]).first(k)
-
-
 def train(
     retrieved: Retrieved,
     k: int = K,
@@ -114,3 +104,23 @@ def train(
         torch.manual_seed(settings.seed)
         learned = Kernel(k, queries.shape[1], laplacian, bandwidth, scale)
     return learn(learned, lambda some: learned.forward(some.neighbours), nearest, settings, advance)
+
+
+@dataclass(frozen=True)
+class KernelTuner:
+    """The tuner of `Kernel`."""
+
+    k: int = K
+    laplacian: bool = False
+    learning: Learning = SETTINGS
+    name: ClassVar[str] = "kernel"
+    wants_keys: ClassVar[bool] = True
+    own_pairs: ClassVar[bool] = True
+
+    @property
+    def most(self) -> int:
+        return self.k
+
+    def choose(self, retrieved: Retrieved, advance: Callable[[Progress], None]) -> Chosen:
+        k = min(self.k, retrieved.neighbours.found.shape[1])
+        return chosen(train(retrieved, k, self.laplacian, self.learning, advance))
