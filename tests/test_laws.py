@@ -1,4 +1,4 @@
-"""The ten laws of the design, for tiny random models of all five families, greedy and with a beam."""
+"""The ten laws of the design, for tiny random models of all seven families, greedy and with a beam."""
 
 from __future__ import annotations
 
