@@ -60,7 +60,8 @@ def _sentencepiece(folder: Path, **options: object) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         input=str(text),
         model_prefix=str(folder / "spm"),
-        vocab_size=60,
+        vocab_size=64,
+        required_chars="</p>",  # so that text can name control tokens
         character_coverage=1.0,
         minloglevel=5,
         num_threads=1,
@@ -77,7 +78,7 @@ def _pieces(model: Path) -> list[tuple[str, float]]:
 def _marian(folder: Path) -> tuple[object, object]:
     model = _sentencepiece(folder)
     words = [piece for piece, _ in _pieces(model) if piece not in ("<unk>", "<s>", "</s>")]
-    vocab = {piece: i for i, piece in enumerate(["</s>", "<unk>", *words, "<pad>"])}
+    vocab = {piece: i for i, piece in enumerate(["</s>", "<unk>", *words, ">>fra<<", "<pad>"])}
     (folder / "vocab.json").write_text(json.dumps(vocab))
     tokenizer = transformers.MarianTokenizer(
         source_spm=str(model), target_spm=str(model), vocab=str(folder / "vocab.json"), model_max_length=64
@@ -96,7 +97,7 @@ def _marian(folder: Path) -> tuple[object, object]:
 
 
 def _fsmt(folder: Path) -> tuple[object, object]:
-    letters = sorted({c for word in SOURCE_WORDS + TARGET_WORDS for c in word})
+    letters = sorted({c for word in SOURCE_WORDS + TARGET_WORDS for c in word} | set("&;/p"))  # Moses writes &lt; for <
     pieces = ["<s>", "<pad>", "</s>", "<unk>", *letters, *(f"{c}</w>" for c in letters)]
     source = {piece: i for i, piece in enumerate(pieces)}
     target = {piece: i for i, piece in enumerate(pieces[:4] + pieces[:3:-1])}  # another order: another vocabulary
@@ -136,7 +137,7 @@ def _m2m100(folder: Path) -> tuple[object, object]:
 
 def _nllb(folder: Path) -> tuple[object, object]:
     """M2M100's network with byte-pair encoding and language codes that name the script; only its tokenizer differs."""
-    characters = sorted({c for piece, _ in _pieces(_sentencepiece(folder)) for c in piece if piece[0] != "<"})
+    characters = sorted({c for piece, _ in _fairseq_pieces(folder)[4:] for c in piece})
     pieces = ["<s>", "<pad>", "</s>", "<unk>", *characters, "ha", "▁h"]
     tokenizer = transformers.NllbTokenizer(
         vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("h", "a"), ("▁", "h")], src_lang="eng_Latn",

@@ -171,20 +171,35 @@ class TransformersModel:
         self._target_tokenizer = _target_tokenizer(tokenizer)
         self._start, self._forced = _decoder_prompt(name, network, tokenizer, source, target)
         self._pad, self._ends = _special_tokens(name, network, tokenizer)
+        self._control = _control_tokens(tokenizer) | {self._start, *self._forced, self._pad, *self._ends}
+        self._around = _around_a_source(tokenizer, self.prefix, self._control)
         self.fingerprint = _fingerprint(network, tokenizer, self.vocabulary, self.prefix, self._start, self._forced)
 
     # -- text ---------------------------------------------------------------------------------------------------
 
     def tokenise_sources(self, texts: Sequence[str]) -> list[Tokens]:
-        """Source ids as the encoder wants them, end-of-sentence and language tokens included."""
-        return self._tokenizer([self.prefix + text for text in texts])["input_ids"] if texts else []
+        """Source ids as the encoder wants them, end-of-sentence and language tokens included.
+
+        A text that names control tokens is text all the same; the prefix may hold one (Marian's ">>fra<< ").
+        """
+        if not texts:
+            return []
+        head, prefix, tail = self._around
+        rows: list[Tokens] = self._tokenizer([self.prefix + text for text in texts])["input_ids"]
+        for i, row in enumerate(rows):
+            if not self._control.isdisjoint(row[len(head) : len(row) - len(tail)]):
+                rows[i] = [*head, *_as_text(self._tokenizer, self._control, text=prefix + texts[i]), *tail]
+        return rows
 
     def tokenise_targets(self, texts: Sequence[str]) -> list[Tokens]:
         """Target ids as the decoder must produce them: content and end-of-sentence, no start or language token."""
         if not texts:
             return []
-        ids = self._target_tokenizer(text_target=list(texts), add_special_tokens=False)["input_ids"]
-        return [[*row, self._ends[0]] for row in ids]
+        rows = self._target_tokenizer(text_target=list(texts), add_special_tokens=False)["input_ids"]
+        for i, row in enumerate(rows):
+            if not self._control.isdisjoint(row):
+                rows[i] = _as_text(self._target_tokenizer, self._control, text_target=texts[i])
+        return [[*row, self._ends[0]] for row in rows]
 
     def detokenise(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
@@ -432,6 +447,40 @@ def _match_language(name: str, wanted: str, codes: dict[str, int]) -> str:
         choice = ", ".join(near or codes)
         raise InputError(f"{name} has {len(near)} languages for {wanted!r}; name one of: {choice}")
     return near[0]
+
+
+def _control_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that steer the model and stand for no text. The unknown token is not one: it stands for text."""
+    marian = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "supported_language_codes", []))
+    return frozenset(tokenizer.all_special_ids).union(_language_codes(tokenizer).values(), marian) - {
+        tokenizer.unk_token_id
+    }
+
+
+def _around_a_source(tokenizer: Any, prefix: str, control: frozenset[int]) -> tuple[Tokens, str, Tokens]:
+    """What precedes a source as tokens and as text to be tokenised with it, and the tokens that follow it.
+
+    A prefix goes with the text, which may join its last piece, unless it holds control tokens: those are meant.
+    """
+    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    head, tail = whole[:at], whole[at + len(bare) :]
+    said = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    return (head, prefix, tail) if control.isdisjoint(said) else ([*head, *said], "", tail)
+
+
+def _as_text(tokenizer: Any, control: frozenset[int], **text: str) -> Tokens:
+    """The tokens of a text that names control tokens, none of them a control token.
+
+    Left to itself a tokenizer takes "</s>" in a text for the token. Told to split special tokens it does so, except
+    that mBART and T5 have them among their Unigram pieces and find them there: those are spelt by their characters.
+    """
+    ids = tokenizer(**text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    spelt: Tokens = []
+    for token in ids:
+        characters = list(tokenizer.convert_ids_to_tokens(token)) if token in control else []
+        spelt += [c for c in tokenizer.convert_tokens_to_ids(characters) if c not in control] if characters else [token]
+    return spelt
 
 
 def _fingerprint(network: Any, tokenizer: Any, vocabulary: int, prefix: str, start: int, forced: Tokens) -> str:
