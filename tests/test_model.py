@@ -75,6 +75,76 @@ def test_a_language_the_model_does_not_have_is_refused_with_those_it_has(checkpo
         models.load(str(checkpoints("mbart")), "de", "tlh")
 
 
+def codes_of(checkpoints: Callable[[str], Path], family: str, source: str, target: str) -> tuple[str, str]:
+    model = models.load(str(checkpoints(family)), source, target)
+    assert isinstance(model, TransformersModel)
+    return model._tokenizer.src_lang, model._tokenizer.tgt_lang
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "code"),
+    [
+        ("nllb", "ar", "arb_Arab"),
+        ("nllb", "ar-MA", "arb_Arab"),
+        ("nllb", "no", "nob_Latn"),
+        ("nllb", "nn", "nno_Latn"),
+        ("nllb", "lv", "lvs_Latn"),
+        ("nllb", "sq", "als_Latn"),
+        ("nllb", "ms", "zsm_Latn"),
+        ("nllb", "mn", "khk_Cyrl"),
+        ("nllb", "az", "azj_Latn"),
+        ("nllb", "azb", "azb_Arab"),
+        ("nllb", "ku", "kmr_Latn"),
+        ("nllb", "pa", "pan_Guru"),
+        ("nllb", "fa", "pes_Arab"),
+        ("nllb", "fa-AF", "prs_Arab"),
+        ("nllb", "ks", "kas_Arab"),
+        ("nllb", "ks-Deva", "kas_Deva"),
+        ("nllb", "sat", "sat_Beng"),
+        ("nllb", "ko", "kor_Hang"),
+        ("nllb", "zh", "zho_Hans"),
+        ("nllb", "zh-CN", "zho_Hans"),
+        ("nllb", "zh-TW", "zho_Hant"),
+        ("nllb", "zh_CN", "zho_Hans"),
+        ("nllb", "pt-BR", "por_Latn"),
+        ("nllb", "sr", "srp_Cyrl"),
+        ("mbart50", "zh", "zh_CN"),
+        ("mbart50", "zho_Hans", "zh_CN"),
+        ("mbart50", "de-AT", "de_DE"),
+        ("mbart50", "ar-EG", "ar_AR"),
+        ("mbart50", "fa", "fa_IR"),
+        ("mbart50", "eng_Latn", "en_XX"),
+        ("m2m100", "nb", "no"),
+        ("m2m100", "fil", "tl"),
+    ],
+)
+def test_a_language_is_found_among_the_models_codes(
+    checkpoints: Callable[[str], Path], family: str, asked: str, code: str
+) -> None:
+    assert codes_of(checkpoints, family, asked, "fr")[0] == code
+    assert codes_of(checkpoints, family, "fr", asked)[1] == code
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "message"),
+    [
+        ("mbart50", "zh-TW", r"0 languages for 'zh-TW' in the script Hant; name one of: zh_CN$"),
+        ("mbart50", "sq", r"0 languages for 'sq'; name one of: ar_AR, "),
+        ("nllb", "sr-Latn", r"0 languages for 'sr-Latn' in the script Latn; name one of: srp_Cyrl$"),
+        ("nllb", "fa-DE", r"2 languages for 'fa-DE'; name one of: pes_Arab, prs_Arab$"),
+        ("nllb", "ak", r"2 languages for 'ak'; name one of: aka_Latn, twi_Latn$"),
+        ("nllb", "German", r"0 languages for 'German'; name one of: ace_Arab, "),
+    ],
+)
+def test_a_language_that_is_not_one_of_the_models_is_refused(
+    checkpoints: Callable[[str], Path], family: str, asked: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        models.load(str(checkpoints(family)), asked, "fr")
+    with pytest.raises(InputError, match=message):
+        models.load(str(checkpoints(family)), "fr", asked)
+
+
 def test_the_task_prefix_of_t5_is_part_of_the_source(load: Load, checkpoints: Callable[[str], Path]) -> None:
     assert load("t5").prefix == "haus: "
     bare = models.load(str(checkpoints("t5")), "de", "en", prefix="")

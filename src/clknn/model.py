@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import langcodes
 import torch
 import transformers
 from torch import Tensor
@@ -42,6 +41,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from clknn.errors import InputError, ModelError
+from clknn.language import read_language
 
 Tokens = list[int]
 
@@ -404,12 +404,12 @@ def _decoder_prompt(name: str, network: Any, tokenizer: Any, source: str, target
     if codes:
         tokenizer.src_lang = _match_language(name, source, codes)
         tokenizer.tgt_lang = _match_language(name, target, codes)
-        language = codes[tokenizer.tgt_lang]
+        token = codes[tokenizer.tgt_lang]
         if isinstance(tokenizer, MBartTokenizer):  # the first mBART starts with the language itself
-            return language, []
+            return token, []
         if start is None:
             raise ModelError(f"{name}: its configuration names no decoder start token")
-        return int(start), [language]
+        return int(start), [token]
     if start is None:
         raise ModelError(f"{name}: its configuration names no decoder start token")
     forced = config.forced_bos_token_id
@@ -436,16 +436,19 @@ def _language_codes(tokenizer: Any) -> dict[str, int]:
 
 
 def _match_language(name: str, wanted: str, codes: dict[str, int]) -> str:
+    """The model's code for a language: the same macrolanguage in the same script, and where that is two, at home in
+    the same territory (fa is pes_Arab, and prs_Arab is fa-AF). A language alone leaves the script to the model."""
     if wanted in codes:
         return wanted
-    try:
-        language = langcodes.Language.get(wanted).language
-        near = [code for code in codes if langcodes.Language.get(code).language == language]
-    except ValueError as error:
-        raise InputError(f"{wanted!r} is not a language code ({error}); {name} knows {', '.join(codes)}") from error
+    asked, known = read_language(wanted), {code: read_language(code) for code in codes}
+    same = [code for code in codes if known[code].name == asked.name]
+    near = same if asked.script is None and len(same) == 1 else [c for c in same if known[c].written == asked.written]
+    if len(near) > 1:
+        near = [code for code in near if known[code].home == asked.home] or near
     if len(near) != 1:
-        choice = ", ".join(near or codes)
-        raise InputError(f"{name} has {len(near)} languages for {wanted!r}; name one of: {choice}")
+        script = f" in the script {asked.written}" if same and not near else ""
+        choice = ", ".join(near or same or codes)
+        raise InputError(f"{name} has {len(near)} languages for {wanted!r}{script}; name one of: {choice}")
     return near[0]
 
 
