@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,6 +144,22 @@ def test_a_language_that_is_not_one_of_the_models_is_refused(
         models.load(str(checkpoints(family)), asked, "fr")
     with pytest.raises(InputError, match=message):
         models.load(str(checkpoints(family)), "fr", asked)
+
+
+@pytest.mark.parametrize(
+    ("family", "file"),
+    [("mbart", "sentencepiece.bpe.model"), ("mbart50", "sentencepiece.bpe.model"), ("t5", "spiece.model")],
+)
+def test_a_checkpoint_with_a_sentencepiece_model_alone_is_loaded(
+    load: Load, checkpoints: Callable[[str], Path], family: str, file: str, tmp_path: Path
+) -> None:
+    """transformers reads it by way of protobuf, which it does not require."""
+    folder = shutil.copytree(checkpoints(family), tmp_path / family)
+    (folder / "tokenizer.json").unlink()
+    (folder / "spm.model").rename(folder / file)
+    bare, texts = models.load(str(folder), "de", "en"), [p.source for p in tiny.pairs(9)]
+    assert bare.tokenise_sources(texts) == load(family).tokenise_sources(texts)
+    assert bare.tokenise_targets(texts) == load(family).tokenise_targets(texts)
 
 
 def test_the_task_prefix_of_t5_is_part_of_the_source(load: Load, checkpoints: Callable[[str], Path]) -> None:

@@ -14,6 +14,7 @@ import sentencepiece
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.mbart.tokenization_mbart import FAIRSEQ_LANGUAGE_CODES
 
 from clknn.corpus import Origin, Pair
 from clknn.mixing import Combiner, Neighbours, by_value, kernel, mix
@@ -152,18 +153,21 @@ def _nllb(folder: Path) -> tuple[object, object]:
 
 
 def _mbart(folder: Path) -> tuple[object, object]:
+    languages = [(code, 0.0) for code in (*FAIRSEQ_LANGUAGE_CODES, "<mask>")]
     tokenizer = transformers.MBartTokenizer(
-        vocab=_fairseq_pieces(folder), src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64
+        vocab=[*_fairseq_pieces(folder), *languages], src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64
     )
     return _mbart_network(tokenizer), tokenizer
 
 
 def _mbart50(folder: Path) -> tuple[object, object]:
     """mBART's network, started with end-of-sentence and a forced language instead of with the language."""
-    tokenizer = transformers.MBart50Tokenizer(
-        vocab=_fairseq_pieces(folder), src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64
+    tokenizer = transformers.MBart50Tokenizer(  # it gives SentencePiece's order fairseq's by itself
+        vocab=_pieces(_sentencepiece(folder)), src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64
     )
-    return _mbart_network(tokenizer, decoder_start_token_id=2), tokenizer
+    network = _mbart_network(tokenizer, decoder_start_token_id=2)
+    network.final_logits_bias[0, 2] = -5  # or every translation would be empty
+    return network, tokenizer
 
 
 def _fairseq_pieces(folder: Path) -> list[tuple[str, float]]:
@@ -171,7 +175,7 @@ def _fairseq_pieces(folder: Path) -> list[tuple[str, float]]:
     return [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words]
 
 
-def _mbart_network(tokenizer: object, **options: int) -> object:
+def _mbart_network(tokenizer: object, **options: int) -> transformers.MBartForConditionalGeneration:
     config = transformers.MBartConfig(
         vocab_size=len(tokenizer), d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
@@ -181,8 +185,8 @@ def _mbart_network(tokenizer: object, **options: int) -> object:
 
 
 def _t5(folder: Path) -> tuple[object, object]:
-    model = _sentencepiece(folder)
-    words = [row for row in _pieces(model) if row[0] not in ("<unk>", "<s>", "</s>")]
+    model = _sentencepiece(folder, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    words = [row for row in _pieces(model) if row[0] not in ("<pad>", "</s>", "<unk>")]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words]
     tokenizer = transformers.T5Tokenizer(vocab=vocab, extra_ids=4, model_max_length=64)
     config = transformers.T5Config(
