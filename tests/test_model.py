@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import torch
 import transformers
 
 import tiny
+from clknn import adaptation, datastore
 from clknn import model as models
-from clknn.errors import InputError, ModelError
+from clknn.errors import DatastoreError, InputError, ModelError
 from clknn.model import Decoding, Model, TransformersModel
 
 Load = Callable[[str], Model]
@@ -69,6 +71,83 @@ def test_the_language_token_is_forced_and_belongs_to_the_target_language(checkpo
 
 def test_another_target_language_is_another_fingerprint(checkpoints: Callable[[str], Path], load: Load) -> None:
     assert models.load(str(checkpoints("m2m100")), "de", "fr").fingerprint != load("m2m100").fingerprint
+
+
+def altered(checkpoint: Path, folder: Path, **config: object) -> Path:
+    """A copy of a checkpoint with another configuration of its network."""
+    shutil.copytree(checkpoint, folder)
+    known = json.loads((folder / "config.json").read_text())
+    assert set(config) <= set(known)
+    (folder / "config.json").write_text(json.dumps(known | config))
+    return folder
+
+
+def spm(folder: Path, kind: str) -> Path:
+    options = {"model_type": kind, "vocab_size": 40, "minloglevel": 5, "num_threads": 1}
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "text.txt"), model_prefix=str(folder / kind), hard_vocab_limit=False, **options
+    )
+    return folder / f"{kind}.model"
+
+
+@pytest.mark.parametrize("file", ["source.spm", "target.spm"])
+def test_other_pieces_on_either_side_are_another_fingerprint(
+    load: Load, checkpoints: Callable[[str], Path], file: str, tmp_path: Path
+) -> None:
+    folder = altered(checkpoints("marian"), tmp_path / "m")
+    spm(folder, "char").replace(folder / file)
+    assert models.load(str(folder), "de", "en").fingerprint != load("marian").fingerprint
+
+
+@pytest.mark.parametrize("change", ["merges", "case"])
+def test_other_rules_of_fsmts_tokenizer_are_another_fingerprint(
+    load: Load, checkpoints: Callable[[str], Path], change: str, tmp_path: Path
+) -> None:
+    folder = altered(checkpoints("fsmt"), tmp_path / "m")
+    if change == "merges":
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+    else:
+        known = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(known | {"do_lower_case": True}))
+    assert models.load(str(folder), "de", "en").fingerprint != load("fsmt").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("marian", {"decoder_attention_heads": 2}),
+        ("marian", {"scale_embedding": False}),
+        ("fsmt", {"activation_function": "gelu"}),
+        ("t5", {"relative_attention_max_distance": 64}),
+    ],
+)
+def test_another_configuration_of_the_same_weights_is_another_fingerprint(
+    load: Load, checkpoints: Callable[[str], Path], family: str, config: dict[str, object], tmp_path: Path
+) -> None:
+    folder = altered(checkpoints(family), tmp_path / "m", **config)
+    assert models.load(str(folder), "de", "en").fingerprint != load(family).fingerprint
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_copy_elsewhere_saved_by_another_version_has_the_same_fingerprint(
+    load: Load, checkpoints: Callable[[str], Path], family: str, tmp_path: Path
+) -> None:
+    folder = altered(checkpoints(family), tmp_path / "m", transformers_version="5.0.0", architectures=None)
+    known = json.loads((folder / "config.json").read_text())
+    del known["dtype"], known["use_cache"]  # a default that older versions did not write
+    (folder / "config.json").write_text(json.dumps(known | {"_name_or_path": "elsewhere"}))
+    assert models.load(str(folder), "de", "en").fingerprint == load(family).fingerprint
+
+
+def test_a_datastore_is_refused_with_the_same_weights_and_other_heads(
+    load: Load, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(20))
+    adaptation.build(tmp_path / "s", [tm], load("marian"), hold_out=0)
+    adaptation.project(tmp_path / "s", load("marian"), vanilla=True)
+    other = models.load(str(altered(checkpoints("marian"), tmp_path / "m", decoder_attention_heads=2)), "de", "en")
+    with pytest.raises(DatastoreError, match=rf"{load('marian').fingerprint}.*{other.fingerprint}"):
+        datastore.open_datastore(tmp_path / "s", other)
 
 
 def test_a_language_the_model_does_not_have_is_refused_with_those_it_has(checkpoints: Callable[[str], Path]) -> None:

@@ -173,7 +173,11 @@ class TransformersModel:
         self._pad, self._ends = _special_tokens(name, network, tokenizer)
         self._control = _control_tokens(tokenizer) | {self._start, *self._forced, self._pad, *self._ends}
         self._around = _around_a_source(tokenizer, self.prefix, self._control)
-        self.fingerprint = _fingerprint(network, tokenizer, self.vocabulary, self.prefix, self._start, self._forced)
+        pieces = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(self.vocabulary)]
+        probe = _probe(pieces)
+        probed = [self.tokenise_sources(probe), self.tokenise_targets(probe)]
+        prompt = [self.prefix, self._start, self._forced]
+        self.fingerprint = _fingerprint(network, tokenizer, prompt, probed, pieces)
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -486,18 +490,45 @@ def _as_text(tokenizer: Any, control: frozenset[int], **text: str) -> Tokens:
     return spelt
 
 
-def _fingerprint(network: Any, tokenizer: Any, vocabulary: int, prefix: str, start: int, forced: Tokens) -> str:
-    """Sixteen hex digits of weights, vocabulary and prompt. Weights are hashed as bfloat16, in which a checkpoint
-    reads the same whether it was loaded in bfloat16 or float32 (20 MB/10 ms per 10M parameters)."""
+def _fingerprint(network: Any, tokenizer: Any, prompt: list[Any], probed: list[Any], pieces: list[str]) -> str:
+    """Sixteen hex digits of weights, configuration, vocabularies, tokenised probe and prompt. Weights are hashed as
+    bfloat16, in which a checkpoint reads the same whether it was loaded in bfloat16 or float32 (20 MB/10 ms per 10M
+    parameters)."""
     digest = hashlib.blake2b(digest_size=8)
     for key, tensor in sorted(network.state_dict().items()):
         digest.update(f"{key} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    produced = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(vocabulary)]
-    texts = [sorted(tokenizer.get_vocab().items()), produced, prefix, start, forced]
-    digest.update(json.dumps(texts).encode())
+    texts = [sorted(tokenizer.get_vocab().items()), pieces, prompt, probed, _configuration(network.config)]
+    digest.update(json.dumps(texts, sort_keys=True).encode())
     digest.update(type(network).__name__.encode())
     return digest.hexdigest()
+
+
+def _configuration(config: Any) -> dict[str, Any]:
+    """What a configuration says of its network beyond its family's defaults, to which later versions may add."""
+    aside = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+    usual = type(config)().to_dict()
+    return {k: v for k, v in config.to_dict().items() if k not in aside and (k not in usual or usual[k] != v)}
+
+
+# Scripts, cases, digits, compounds, punctuation, spacing, markup, full width and composed forms: what the rules of
+# tokenizers differ on.
+_PROBE = (
+    "That 2nd quick, brown fox (aged 3½) can't jump — “over” 1,234.56 lazy dogs; e.g. at 10:45 a.m., has it?!",
+    "ÜBERGRÖSSE: Straßenverkehrsordnung, naïve façade, Ærøskøbing, Łódź, İstanbul, señor, ţară, ﬁne, e\u0301t\u00e9.",
+    "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
+    "שלום עולם. مرحبا بالعالم، ٣٤٥؟ नमस्ते दुनिया। สวัสดีชาวโลก",
+    "我们将在明天上午的会议上讨论这个问题。日本語の文章、カタカナとひらがな。안녕하세요 세계 ＡＢＣ １２３ ｶﾀ",
+    "  tabs\tand  spaces\u00a0here\u3000there\u200b ... 'quotes' \"more\" 50% $5 €6 😀 x_y",
+    "<b>tag</b> &amp; {0} %s user@example.org https://example.org/a/b?c=d#e",
+)
+
+
+def _probe(pieces: list[str]) -> list[str]:
+    """Texts that tell tokenizers apart: fixed ones, and a thousand of the vocabulary's pieces, in its own language."""
+    own = pieces[:: max(1, len(pieces) // 1000)]
+    words = [piece.replace("▁", "").replace("</w>", "") for piece in own]
+    return [*_PROBE, *(" ".join(words[i : i + 20]) for i in range(0, len(words), 20))]
 
 
 def checkpoint_path(name: str) -> str:
