@@ -270,6 +270,60 @@ def test_the_length_limit_is_each_sources_own(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("num_return_sequences", 2, "choose from"),
+        ("return_dict_in_generate", False, "choose from"),
+        ("num_beam_groups", 2, "choose from"),
+        ("penalty_alpha", 0.6, "choose from"),
+        ("prompt_lookup_num_tokens", 2, "choose from"),
+        ("use_cache", False, "choose from"),
+        ("eos_token_id", 5, "choose from"),
+        ("decoder_start_token_id", 5, "choose from"),
+        ("guidance_scale", 1.5, "choose from"),
+        ("no_such_option", 1, "choose from"),
+        ("num_beams", 3, "say beam="),
+        ("max_new_tokens", 3, "say max_new_tokens="),
+    ],
+)
+def test_options_of_generate_that_change_what_it_gives_back_are_refused(name: str, value: object, advice: str) -> None:
+    with pytest.raises(InputError, match=f"further has {name!r}.*{advice}"):
+        Decoding(further={"no_repeat_ngram_size": 2, name: value})
+
+
+def test_options_of_the_checkpoint_itself_do_not_change_what_generate_gives_back(
+    load: Load, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = altered(checkpoints("marian"), tmp_path / "m")
+    known = json.loads((folder / "generation_config.json").read_text())
+    known |= {"num_return_sequences": 2, "num_beams": 4, "use_cache": False}
+    (folder / "generation_config.json").write_text(json.dumps(known))
+    sources = load("marian").tokenise_sources([p.source for p in tiny.pairs(5)])
+    for beam in (1, 4):
+        decoding = Decoding(beam, max_new_tokens=9)
+        told = models.load(str(folder), "de", "en").generate(sources, decoding, lambda _, __, log_p: log_p)
+        assert told == load("marian").generate(sources, decoding)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("further", [{"top_k": 5}, {"top_p": 0.8, "temperature": 0.5}, {"typical_p": 0.5}])
+def test_sampled_tokens_have_their_cells(load: Load, beam: int, further: dict[str, float]) -> None:
+    model, seen = load("m2m100"), dict[int, torch.Tensor]()
+    sources = model.tokenise_sources([p.source for p in tiny.pairs(5)])
+
+    def watch(step: int, states: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+        seen[step] = states
+        return log_p
+
+    torch.manual_seed(0)
+    generated = model.generate(sources, Decoding(beam, max_new_tokens=9, further={"do_sample": True, **further}), watch)
+    for source, hypothesis in zip(sources, generated, strict=True):
+        states = model.force([source], [hypothesis.tokens]).states
+        for i, (step, row) in enumerate(hypothesis.cells):
+            torch.testing.assert_close(seen[step][row], states[i], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
     ("config", "architecture", "reason"),
     [
         (transformers.BertConfig(), "BertForMaskedLM", "encoder-only"),

@@ -49,9 +49,22 @@ Tokens = list[int]
 Mix = Callable[[int, Tensor, Tensor], Tensor]
 
 
+# Options of `generate` that choose among p_mix and leave one hypothesis. The others give several or none, decode in
+# another way (some then without the mix, or with it and without the option, silently), or belong to the model.
+_FURTHER = frozenset(
+    """
+    bad_words_ids begin_suppress_tokens do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_eos_token_id
+    length_penalty logits_processor max_time min_length min_new_tokens min_p no_repeat_ngram_size
+    prefix_allowed_tokens_fn remove_invalid_values renormalize_logits repetition_penalty sequence_bias suppress_tokens
+    temperature top_k top_p typical_p
+    """.split()
+)
+
+
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode: what the papers hold equal across systems, and any further option of `generate`.
+    """How to decode: what the papers hold equal across systems, and further options of `generate`.
 
     A translation has at most `max_new_tokens`, and at most `longest_ratio` tokens for each of its source's and 16 more,
     so that a weak model that repeats itself costs little; None leaves that out.
@@ -62,6 +75,12 @@ class Decoding:
     max_new_tokens: int = 256
     longest_ratio: float | None = 3.0
     further: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.further.keys() - _FURTHER):
+            own = {"num_beams": "beam", "max_new_tokens": "max_new_tokens"}.get(name)
+            advice = f"say {own}=" if own else f"leave it out, or choose from {', '.join(sorted(_FURTHER))}"
+            raise InputError(f"further has {name!r}, an option under which hypotheses could not be read; {advice}")
 
 
 @dataclass(frozen=True)
@@ -257,6 +276,8 @@ class TransformersModel:
             "max_new_tokens": most,
             "stopping_criteria": StoppingCriteriaList([_LengthLimit(limits)]),
             "do_sample": False,
+            "num_return_sequences": 1,  # this and the next whatever the checkpoint's own configuration says
+            "use_cache": True,
             "decoder_start_token_id": self._start,
             "forced_bos_token_id": self._forced[0] if self._forced else None,
             "past_key_values": _BeamCache(DynamicCache(), DynamicCache()),
