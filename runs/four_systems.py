@@ -27,7 +27,7 @@ import typer
 from clknn import AdapterSettings, Tally, Translator, adaptation, datastore, load_model
 from clknn import index as indices
 from clknn.corpus import read_pairs
-from clknn.evaluation import compare, retrieval_accuracy
+from clknn.evaluation import compare, refuse_unscorable, retrieval_accuracy
 from clknn.projection import Projection
 
 Files = Annotated[list[Path], typer.Option(help="One file, or the option twice for two aligned ones.")]
@@ -46,6 +46,7 @@ def main(
     test_pairs: Annotated[int | None, typer.Option(help="Only the first of the test pairs.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of the default.")] = None,
 ) -> None:
+    refuse_unscorable(target)
     loaded = load_model(model, source, target)
     pairs = list(read_pairs(test, source, target, Tally()))[:test_pairs]
     sources, references = [p.source for p in pairs], [p.target for p in pairs]
@@ -91,8 +92,8 @@ def main(
             assert translator.datastore is not None
             retrieve(system, translator.datastore.projection)
 
-    against_base = compare(systems, references)
-    against_knn = compare({k: v for k, v in systems.items() if k != "base"}, references)
+    against_base = compare(systems, references, target)
+    against_knn = compare({k: v for k, v in systems.items() if k != "base"}, references, target)
     for system, score in against_base.scores.items():
         facts[system] |= asdict(score)
         if system in against_knn.scores:
