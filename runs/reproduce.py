@@ -267,9 +267,9 @@ class Bench:
             references = [p.target for p in pairs]
             texts = {name: cell[place]["texts"] for name, cell in cells.items()}
             first = {REFERENCE: texts.pop(REFERENCE)} | texts if REFERENCE in texts else texts
-            against_reference = compare(first, references)
+            against_reference = compare(first, references, self.config["target"])
             best = max((n for n in names if n in BASELINES), key=lambda n: against_reference.scores[n].bleu)
-            against_best = compare({best: first[best]} | {n: t for n, t in first.items() if n != best}, references)
+            against_best = compare({best: first.pop(best)} | first, references, self.config["target"])
             signatures[place] = [against_best.bleu_signature, against_best.chrf_signature]
             overlap[place] = self._overlap(set_name, pairs)
             for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""Checkpoints of the five families, made once a session; one thread, since the models are tiny."""
+"""Checkpoints of the seven families, made once a session; one thread, since the models are tiny."""
 
 from __future__ import annotations
 

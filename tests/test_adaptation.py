@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sacrebleu.tokenizers import tokenizer_ja_mecab
 
 import tiny
 from clknn import adaptation, adapter, corpus, datastore, index, projection, states, tuning
+from clknn import model as models
 from clknn.adapter import AdapterSettings
 from clknn.corpus import Origin, Pair, Pairs, Tally, fold
 from clknn.datastore import open_datastore, read_draft, read_manifest, verify
@@ -497,6 +499,26 @@ def test_a_memory_where_no_two_entries_share_a_value_cannot_train_and_is_offered
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def test_the_verdict_counts_the_words_of_the_target_language(
+    checkpoints: Callable[[str], Path], tm: Path, tmp_path: Path
+) -> None:
+    chinese = models.load(str(checkpoints("marian")), "de", "zh-CN")
+    verdict = adaptation.adapt(tmp_path / "s", [tm], chinese, vanilla=True)
+    assert verdict is not None
+    assert "|tok:zh|" in verdict.comparison.bleu_signature
+
+
+def test_a_target_language_that_cannot_be_scored_is_refused_before_anything_is_built(
+    checkpoints: Callable[[str], Path], tm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_ja_mecab, "MeCab", None)
+    japanese = models.load(str(checkpoints("marian")), "de", "ja")
+    with pytest.raises(InputError, match=r"pip install 'sacrebleu\[ja\]'"):
+        adaptation.adapt(tmp_path / "s", [tm], japanese, vanilla=True)
+    assert not (tmp_path / "s").exists()
+    assert adaptation.adapt(tmp_path / "s", [tm], japanese, vanilla=True, hold_out=0) is None
 
 
 @pytest.mark.parametrize(

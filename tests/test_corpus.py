@@ -237,6 +237,23 @@ def test_a_file_may_be_larger_than_a_unit(put: Callable[[str, bytes], Path]) -> 
         ("zh-Hant-TW", ["zh", "zh-Hant"], "zh-Hant"),
         ("de", ["deu", "de-DE"], "de-DE"),
         ("de", ["de-AT", "de-DE"], "de-AT"),
+        ("deu_Latn", ["de-AT", "de"], "de"),
+        ("de", ["deu"], "deu"),
+        ("zho_Hans", ["zh-TW", "zh-CN"], "zh-CN"),
+        ("zho_Hans", ["zh-Hant", "zh"], "zh"),
+        ("zho_Hant", ["zh-CN", "zh", "zh-HK"], "zh-HK"),
+        ("zho_Hant", ["zh"], "zh"),
+        ("zh_CN", ["zh-TW", "zh-Hans"], "zh-Hans"),
+        ("zh", ["zh-TW", "zh-SG"], "zh-SG"),
+        ("zh", ["zh-TW"], "zh-TW"),
+        ("ja_XX", ["jpn"], "jpn"),
+        ("ja_XX", ["ja-JP"], "ja-JP"),
+        ("arb_Arab", ["ar-SA"], "ar-SA"),
+        ("nob_Latn", ["nn-NO", "nb-NO"], "nb-NO"),
+        ("pes_Arab", ["fa-IR"], "fa-IR"),
+        ("sr-Latn", ["sr-RS", "sr"], "sr"),
+        ("de", ["de_DE.UTF-8"], "de_DE.UTF-8"),
+        ("english", ["English-UK"], "English-UK"),
     ],
 )
 def test_language_variants(put: Callable[[str, bytes], Path], asked: str, tags: list[str], taken: str) -> None:
@@ -244,12 +261,19 @@ def test_language_variants(put: Callable[[str, bytes], Path], asked: str, tags: 
     path = put("a.tmx", tmx(f'<tu>{variants}<tuv lang="EN-us"><seg>x</seg></tuv></tu>'))
     assert texts(read(path, source=asked)[0]) == [(taken, "x")]
     assert texts(read(path, source="en", target=asked)[0]) == [("x", taken)]
+    assert texts(read(path, source=asked, target="eng_Latn")[0]) == [(taken, "x")]
 
 
 def test_another_region_is_another_language(put: Callable[[str, bytes], Path]) -> None:
     path = put("a.tmx", tmx(unit("a", "b", "pt-PT"), unit("c", "d", "pt-PT")))
     with pytest.raises(InputError, match=r"a\.tmx: no unit has both pt-BR and en; .*pt-pt \(2 units\)"):
         read(path, source="pt-BR")
+
+
+def test_another_script_is_another_language(put: Callable[[str, bytes], Path]) -> None:
+    path = put("a.tmx", tmx(unit("a", "b", "zh-TW"), unit("c", "d", "zh-Hant")))
+    with pytest.raises(InputError, match=r"a\.tmx: no unit has both zho_Hans and en_XX; .*zh-tw \(1 units\)"):
+        read(path, source="zho_Hans", target="en_XX")
 
 
 def test_one_segment_is_never_both_languages(put: Callable[[str, bytes], Path]) -> None:
@@ -382,7 +406,7 @@ def test_no_pair_has_lost_an_entity_before_the_file_is_refused(put: Callable[[st
     assert found == [[("eins", "one")]]
 
 
-@pytest.mark.parametrize(("source", "target"), [("de", "DE"), ("", "en"), ("de", " ")])
+@pytest.mark.parametrize(("source", "target"), [("de", "DE"), ("", "en"), ("de", " "), ("de", "deu_Latn")])
 def test_bad_languages_are_refused(put: Callable[[str, bytes], Path], source: str, target: str) -> None:
     path = put("a.tmx", tmx(unit("eins", "one")))
     with pytest.raises(InputError, match="language"):

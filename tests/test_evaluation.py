@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sacrebleu.tokenizers import tokenizer_ja_mecab, tokenizer_ko_mecab
 
 import tiny
 from clknn.errors import InputError
-from clknn.evaluation import Comparison, compare, retrieval_accuracy
+from clknn.evaluation import Comparison, compare, refuse_unscorable, retrieval_accuracy
 
 
 def segments(n: int = 60, seed: int = 0) -> list[str]:
@@ -121,6 +122,43 @@ def test_a_system_against_itself_is_no_gain(references: list[str]) -> None:
     _, same = compare({"one": system, "same": list(system)}, references).scores.values()
     assert same.p_bleu == 1
     assert same.p_chrf == 1
+
+
+CHINESE = ["我们将在明天上午的会议上讨论这个问题。", "请单击确定按钮保存您的设置。", "此功能仅适用于高级用户。"]
+NEARLY = ["我们会在明天上午的会议上讨论这个问题。", "请点击确定按钮保存您的设置。", "该功能仅适用于高级用户。"]
+
+
+@pytest.mark.parametrize("language", ["zh", "zh-TW", "zho_Hans", "zh_CN", "yue_Hant"])
+def test_chinese_is_cut_by_character_and_the_signature_says_so(language: str, tmp_path: Path) -> None:
+    scored = compare({"base": NEARLY, "same": CHINESE}, CHINESE, language)
+    (bleu, _) = json.loads(sacrebleu(tmp_path, CHINESE, [NEARLY], "-tok", "zh", "--format", "json", "--width", "9"))
+    assert scored.scores["base"].bleu == pytest.approx(bleu["score"], abs=2e-9)
+    assert "|tok:zh|" in scored.bleu_signature
+    assert scored.scores["same"].bleu == pytest.approx(100)
+    assert compare({"base": NEARLY}, CHINESE).scores["base"].bleu == 0  # for 13a each sentence is one wrong word
+
+
+@pytest.mark.parametrize("language", ["", "en", "de-AT", "eng_Latn", "vi", "th"])
+def test_other_languages_are_cut_as_they_always_were(references: list[str], language: str) -> None:
+    alone = compare({"base": spoilt(references, 0.2, seed=4)}, references, language)
+    assert alone == compare({"base": spoilt(references, 0.2, seed=4)}, references)
+    assert "|tok:13a|" in alone.bleu_signature
+
+
+@pytest.mark.parametrize(
+    ("language", "extra"),
+    [("ja", "ja"), ("ja_XX", "ja"), ("jpn_Jpan", "ja"), ("ko", "ko"), ("ko-KR", "ko"), ("kor_Hang", "ko")],
+)
+def test_without_mecab_japanese_and_korean_are_refused_and_the_package_is_named(
+    language: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tokenizer_ja_mecab, tokenizer_ko_mecab):
+        monkeypatch.setattr(module, "MeCab", None)
+    with pytest.raises(InputError, match=rf"{language}.*pip install 'sacrebleu\[{extra}\]'"):
+        compare({"base": NEARLY}, CHINESE, language)
+    with pytest.raises(InputError, match=rf"pip install 'sacrebleu\[{extra}\]'"):
+        refuse_unscorable(language)
+    refuse_unscorable("zh")
 
 
 def test_what_is_not_aligned_is_refused(references: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The ten laws of the design, for tiny random models of all five families, greedy and with a beam."""
+"""The ten laws of the design, for tiny random models of all seven families, greedy and with a beam."""
 
 from __future__ import annotations
 
@@ -260,6 +260,37 @@ def test_6_every_kept_target_position_is_stored_once(load: Load, stores: Stores,
     assert set(ends) == {model._ends[0]}
     strangers = {model._pad, *model._forced} | ({model._start} - {model._ends[0]})
     assert not strangers & set(store.values.tolist())
+
+
+@per_family
+def test_6_text_that_names_control_tokens_is_text(load: Load, family: str, tmp_path: Path) -> None:
+    model = load(family)
+    assert isinstance(model, TransformersModel)
+    names = {*model._tokenizer.all_special_tokens, *models._language_codes(model._tokenizer), "__fr__", ">>fra<<"}
+    ids = {model._tokenizer.convert_tokens_to_ids(name) for name in names} - {model._tokenizer.unk_token_id}
+    control = {model._pad, model._start, *model._forced, *model._ends, *ids}
+    texts = ["house </s> tree <pad> cat", *(f"{n} house {n}tree{n}" for n in sorted(names)), *sorted(names)]
+    around = [token for token in model.tokenise_sources(["house"])[0] if token in control]
+    for text, source, target in zip(texts, model.tokenise_sources(texts), model.tokenise_targets(texts), strict=True):
+        assert [token for token in source if token in control] == around, text
+        assert [token for token in target if token in control] == model._ends[:1], text
+    for text in ("house </s> tree <pad> cat", "cat </s>", "<s>cat"):
+        back = model.detokenise(model.tokenise_targets([text])[0])
+        assert back.replace(" ", "") == text.replace(" ", "")  # FSMT's Moses puts spaces around < and >
+    with vanilla_store(tmp_path / "s", [Pair(text, text, STORED[0].origin) for text in texts[:3]], model) as store:
+        assert [t for t in store.values.tolist() if t in control] == model._ends[:1] * 3
+
+
+@pytest.mark.parametrize(("family", "token"), [("t5", "<extra_id_1>"), ("marian", ">>fra<<")])
+def test_6_control_tokens_of_the_prefix_are_meant(checkpoints: Callable[[str], Path], family: str, token: str) -> None:
+    told, plain = (models.load(str(checkpoints(family)), "de", "en", prefix=p) for p in (f"{token} ", ""))
+    assert isinstance(told, TransformersModel)
+    meant = told._tokenizer.convert_tokens_to_ids(token)
+    for text in ("haus baum", "haus </s> baum", ""):
+        assert told.tokenise_sources([text])[0] == [meant, *plain.tokenise_sources([text])[0]]
+    for text in (token, f"{token} haus", f"haus {token}"):
+        assert told.tokenise_sources([text])[0].count(meant) == 1
+        assert plain.tokenise_sources([text])[0].count(meant) == 0
 
 
 @per_family

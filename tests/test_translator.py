@@ -11,10 +11,11 @@ import tiny
 from clknn import adaptation
 from clknn.adapter import AdapterSettings
 from clknn.corpus import Pair
+from clknn.decoder import Evidence
 from clknn.errors import DatastoreError, InputError
 from clknn.mixing import Mixing
 from clknn.model import Decoding, Model
-from clknn.translator import TooLongError, Translator, Word
+from clknn.translator import TooLongError, Translator, Word, _words
 
 FAMILIES = ("marian", "fsmt", "t5")
 STORED = tiny.pairs(40)
@@ -195,6 +196,27 @@ def test_weight_0_shows_what_would_have_been_found_and_gives_it_nothing(opened: 
     for word in seen:
         assert word.retrieved == 0
         assert [s.share for s in word.support] == [0.0] * len(word.support)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([" The", " hou", "se", ".", "</s>"], ["The", "house.", "</s>"]),
+        ([" 请", "单击", "确定", "按钮", "。", "</s>"], ["请", "单击", "确定", "按钮。", "</s>"]),
+        ([" ", "我们", "将在", "</s>"], ["我们", "将在", "</s>"]),
+        ([" 使用", "Wor", "d", "2003", "文档", ",", " 保存"], ["使用", "Word2003", "文档,", "保存"]),
+        (["第", "3", "章", "(", "二", ")"], ["第", "3", "章(", "二)"]),
+        ([" コンピュ", "ーター", "で", "す", "。"], ["コンピューター", "で", "す。"]),
+        ([" สวัส", "ดี", "ชาว", "โลก", "ะ", "</s>"], ["สวัส", "ดี", "ชาว", "โลกะ", "</s>"]),
+        ([" 안녕", "하세요", " 세계"], ["안녕하세요", "세계"]),
+        ([" 𠀀", "𠀁"], ["𠀀", "𠀁"]),
+    ],
+)
+def test_a_word_begins_at_a_space_or_where_the_script_has_none(pieces: list[str], words: list[str]) -> None:
+    evidence = [Evidence(i, 0.0, 1.0, 1.0, []) for i in range(len(pieces))]
+    found = list(_words(pieces, evidence))
+    assert [text for text, _ in found] == words
+    assert [one for _, tokens in found for one in tokens] == evidence
 
 
 def test_an_empty_text_has_no_words(opened: Open) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random models of the five families, saved as real checkpoints, and a small language to translate.
+"""Tiny random models of seven families, saved as real checkpoints, and a small language to translate.
 
 Weights are random and a few hundred thousand in number: they know nothing, which is what the laws want. Anything
 that holds for them holds because of the code.
@@ -14,11 +14,12 @@ import sentencepiece
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.mbart.tokenization_mbart import FAIRSEQ_LANGUAGE_CODES
 
 from clknn.corpus import Origin, Pair
 from clknn.mixing import Combiner, Neighbours, by_value, kernel, mix
 
-FAMILIES = ("marian", "fsmt", "m2m100", "mbart", "t5")
+FAMILIES = ("marian", "fsmt", "m2m100", "nllb", "mbart", "mbart50", "t5")
 SOURCE_WORDS = "haus baum katze hund tag nacht wasser brot feuer stein vogel fisch rot blau alt neu groß klein".split()
 TARGET_WORDS = "house tree cat dog day night water bread fire stone bird fish red blue old new big small".split()
 
@@ -59,7 +60,8 @@ def _sentencepiece(folder: Path, **options: object) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         input=str(text),
         model_prefix=str(folder / "spm"),
-        vocab_size=60,
+        vocab_size=64,
+        required_chars="</p>",  # so that text can name control tokens
         character_coverage=1.0,
         minloglevel=5,
         num_threads=1,
@@ -76,7 +78,7 @@ def _pieces(model: Path) -> list[tuple[str, float]]:
 def _marian(folder: Path) -> tuple[object, object]:
     model = _sentencepiece(folder)
     words = [piece for piece, _ in _pieces(model) if piece not in ("<unk>", "<s>", "</s>")]
-    vocab = {piece: i for i, piece in enumerate(["</s>", "<unk>", *words, "<pad>"])}
+    vocab = {piece: i for i, piece in enumerate(["</s>", "<unk>", *words, ">>fra<<", "<pad>"])}
     (folder / "vocab.json").write_text(json.dumps(vocab))
     tokenizer = transformers.MarianTokenizer(
         source_spm=str(model), target_spm=str(model), vocab=str(folder / "vocab.json"), model_max_length=64
@@ -95,7 +97,7 @@ def _marian(folder: Path) -> tuple[object, object]:
 
 
 def _fsmt(folder: Path) -> tuple[object, object]:
-    letters = sorted({c for word in SOURCE_WORDS + TARGET_WORDS for c in word})
+    letters = sorted({c for word in SOURCE_WORDS + TARGET_WORDS for c in word} | set("&;/p"))  # Moses writes &lt; for <
     pieces = ["<s>", "<pad>", "</s>", "<unk>", *letters, *(f"{c}</w>" for c in letters)]
     source = {piece: i for i, piece in enumerate(pieces)}
     target = {piece: i for i, piece in enumerate(pieces[:4] + pieces[:3:-1])}  # another order: another vocabulary
@@ -133,22 +135,57 @@ def _m2m100(folder: Path) -> tuple[object, object]:
     return transformers.M2M100ForConditionalGeneration(config), tokenizer
 
 
+def _nllb(folder: Path) -> tuple[object, object]:
+    """M2M100's network with byte-pair encoding and language codes that name the script; only its tokenizer differs."""
+    characters = sorted({c for piece, _ in _fairseq_pieces(folder)[4:] for c in piece})
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", *characters, "ha", "▁h"]
+    tokenizer = transformers.NllbTokenizer(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[("h", "a"), ("▁", "h")], src_lang="eng_Latn",
+        tgt_lang="fra_Latn", model_max_length=64,
+    )  # fmt: skip
+    config = transformers.M2M100Config(
+        vocab_size=len(tokenizer) + 2, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
+        decoder_start_token_id=2, dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+    )  # fmt: skip
+    return transformers.M2M100ForConditionalGeneration(config), tokenizer
+
+
 def _mbart(folder: Path) -> tuple[object, object]:
-    model = _sentencepiece(folder)
-    words = [row for row in _pieces(model) if row[0] not in ("<unk>", "<s>", "</s>")]
-    vocab = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words]
-    tokenizer = transformers.MBartTokenizer(vocab=vocab, src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64)
+    languages = [(code, 0.0) for code in (*FAIRSEQ_LANGUAGE_CODES, "<mask>")]
+    tokenizer = transformers.MBartTokenizer(
+        vocab=[*_fairseq_pieces(folder), *languages], src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64
+    )
+    return _mbart_network(tokenizer), tokenizer
+
+
+def _mbart50(folder: Path) -> tuple[object, object]:
+    """mBART's network, started with end-of-sentence and a forced language instead of with the language."""
+    tokenizer = transformers.MBart50Tokenizer(  # it gives SentencePiece's order fairseq's by itself
+        vocab=_pieces(_sentencepiece(folder)), src_lang="en_XX", tgt_lang="ro_RO", model_max_length=64
+    )
+    network = _mbart_network(tokenizer, decoder_start_token_id=2)
+    network.final_logits_bias[0, 2] = -5  # or every translation would be empty
+    return network, tokenizer
+
+
+def _fairseq_pieces(folder: Path) -> list[tuple[str, float]]:
+    words = [row for row in _pieces(_sentencepiece(folder)) if row[0] not in ("<unk>", "<s>", "</s>")]
+    return [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words]
+
+
+def _mbart_network(tokenizer: object, **options: int) -> transformers.MBartForConditionalGeneration:
     config = transformers.MBartConfig(
         vocab_size=len(tokenizer), d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64,
-        dropout=0.0, forced_eos_token_id=2,
+        dropout=0.0, forced_eos_token_id=2, **options,
     )  # fmt: skip
-    return transformers.MBartForConditionalGeneration(config), tokenizer
+    return transformers.MBartForConditionalGeneration(config)
 
 
 def _t5(folder: Path) -> tuple[object, object]:
-    model = _sentencepiece(folder)
-    words = [row for row in _pieces(model) if row[0] not in ("<unk>", "<s>", "</s>")]
+    model = _sentencepiece(folder, pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+    words = [row for row in _pieces(model) if row[0] not in ("<pad>", "</s>", "<unk>")]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *words]
     tokenizer = transformers.T5Tokenizer(vocab=vocab, extra_ids=4, model_max_length=64)
     config = transformers.T5Config(

@@ -29,7 +29,7 @@ from clknn.adapter import Adapter, AdapterSettings, Step, Trained
 from clknn.corpus import Pair, Pairs, Role, Skip, Tally, read_pairs
 from clknn.datastore import Datastore, Manifest
 from clknn.errors import DatastoreError, Error, InputError
-from clknn.evaluation import Comparison, compare, retrieval_accuracy, timed
+from clknn.evaluation import Comparison, compare, refuse_unscorable, retrieval_accuracy, timed
 from clknn.methods import ckmt, neighbourhood
 from clknn.methods.adaptive import MetaKTuner
 from clknn.methods.ckmt import CkmtSettings
@@ -493,13 +493,15 @@ def verdict(path: Path, model: Model, decoding: Decoding = Decoding(), report: R
 
 def judge(translator: Translator, sources: list[str], references: list[str], report: Report = silent) -> Verdict:
     """Base against datastore on any segments with references."""
+    language = translator.model.target_language
+    refuse_unscorable(language)
     report("evaluate", 0, 2, "systems")
     base, base_seconds = timed(translator.base, sources)
     report("evaluate", 1, 2, "systems")
     ours, our_seconds = timed(translator, sources)
     report("evaluate", 2, 2, "systems")
     systems = {"base": [t.text for t in base], "datastore": [t.text for t in ours]}
-    return Verdict(compare(systems, references), our_seconds / base_seconds, base, ours, references)
+    return Verdict(compare(systems, references, language), our_seconds / base_seconds, base, ours, references)
 
 
 def accuracy_of(translator: Translator, sources: list[str], references: list[str]) -> dict[int, float]:
@@ -542,6 +544,8 @@ def adapt(
     tune_on: Sequence[Path] = (),
 ) -> Verdict | None:
     """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
+    if hold_out:
+        refuse_unscorable(model.target_language)
     build(path, files, model, hold_out, seed, tally, report, tune_on)
     manifest = represent(path, model, method, report)
     if method.tuner.own_pairs or manifest.measured["build"]["held out"]["tune"]:

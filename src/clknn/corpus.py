@@ -28,6 +28,7 @@ from typing import IO, Any, Literal, cast
 from lxml import etree
 
 from clknn.errors import DatastoreError, InputError
+from clknn.language import read_language
 
 LONGEST = 5_000  # characters in either segment; a longer one is no sentence, and force-decoding it is wasted
 LARGEST = 10_000_000  # bytes in one line of text or one translation unit; libxml2 bounds a text node alike
@@ -122,9 +123,12 @@ def read_pairs(paths: Sequence[Path], source: str, target: str, tally: Tally) ->
 
 
 def read_tmx(path: Path, source: str, target: str, tally: Tally) -> Iterator[Pair]:
-    """The pairs of a TMX file. A language takes its variants: de takes de-AT; de-CH takes de-CH, else de."""
+    """The pairs of a TMX file. A language takes its variants: de takes de-AT; de-CH takes de-CH, else de.
+
+    However it is written: zho_Hans takes zh and zh-CN, but not zh-TW, which is in another script.
+    """
     asked = _language(source), _language(target)
-    if asked[0] == asked[1]:
+    if read_language(asked[0]).essence == read_language(asked[1]).essence:
         raise InputError(f"source and target language are both {source!r}; name two languages")
     _refuse_unreadable(path)
     return _tmx_pairs(path, (source, target), asked, tally)
@@ -635,14 +639,21 @@ def _language(tag: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _distance(asked: str, tag: str) -> int | None:
-    """How far a tag is from the one asked: equal, a variant of it, or it with subtags cut off."""
+def _distance(asked: str, tag: str) -> tuple[bool, int] | None:
+    """How far a tag is from the one asked: the same, a variant of it, or it with subtags cut off.
+
+    What is written with the same letters comes first: for de, de-AT before deu.
+    """
     if tag == asked:
-        return 0
-    if tag.startswith(asked + "-"):
-        return 1
-    if tag and asked.startswith(tag + "-"):
-        return 2 + asked.count("-") - tag.count("-")
+        return False, 0
+    wanted, has = read_language(asked), read_language(tag)
+    if wanted.name != has.name or (wanted.script and has.script and wanted.script != has.script):
+        return None
+    respelt, elsewise = asked.split("-")[0] != tag.split("-")[0], wanted.written != has.written
+    if has.subtags[: len(wanted.subtags)] == wanted.subtags and (wanted.script is None or not elsewise):
+        return respelt, 1 + (has.subtags != wanted.subtags) + 2 * elsewise
+    if wanted.subtags[: len(has.subtags)] == has.subtags:
+        return respelt, 5 + len(wanted.subtags) - len(has.subtags) + elsewise
     return None
 
 

@@ -19,6 +19,7 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, Result
 
 from clknn.errors import InputError
+from clknn.language import read_language
 from clknn.translator import BATCH, Translation, Translator
 
 RESAMPLES = 1000
@@ -45,14 +46,14 @@ class Comparison:
     segments: int
 
 
-def compare(systems: Mapping[str, Sequence[str]], references: Sequence[str]) -> Comparison:
-    """Scores the systems' hypotheses; p-values are of each against the first."""
+def compare(systems: Mapping[str, Sequence[str]], references: Sequence[str], language: str = "") -> Comparison:
+    """Scores the systems' hypotheses in this language; p-values are of each against the first."""
     lengths = {len(references), *(len(h) for h in systems.values())}
     if len(lengths) != 1:
         raise InputError(f"hypotheses and references differ in number: {sorted(lengths)}; they must be aligned")
     if not references:
         raise InputError("no segments to score; give at least one pair")
-    bleu, chrf = BLEU(references=[references]), CHRF(references=[references])
+    bleu, chrf = _bleu(language, [references]), CHRF(references=[references])
     plain = [(bleu.corpus_score(list(h), None), chrf.corpus_score(list(h), None)) for h in systems.values()]
     signatures = {"BLEU": bleu.get_signature(), "chrF2": chrf.get_signature()}
     p: dict[str, list[float | None]] = {name: [None] for name in signatures}
@@ -66,6 +67,23 @@ def compare(systems: Mapping[str, Sequence[str]], references: Sequence[str]) -> 
         for system, (b, c), p_bleu, p_chrf in zip(systems, plain, p["BLEU"], p["chrF2"], strict=True)
     }
     return Comparison(scores, str(signatures["BLEU"]), str(signatures["chrF2"]), len(references))
+
+
+def refuse_unscorable(language: str) -> None:
+    """Refuses a language whose BLEU needs a package that is not there: to be asked before the work, not behind it."""
+    _bleu(language)
+
+
+def _bleu(language: str, references: Sequence[Sequence[str]] | None = None) -> BLEU:
+    """BLEU with the words that sacrebleu finds in this language: spaces show 13a none in Chinese or Japanese."""
+    tag = read_language(language)
+    name = "zh" if tag.written in ("Hans", "Hant") else tag.name
+    try:
+        return BLEU(trg_lang=name, references=references)
+    except RuntimeError as error:
+        raise InputError(
+            f"BLEU of the language {language!r} needs MeCab to find its words; pip install 'sacrebleu[{name}]'"
+        ) from error
 
 
 def _p_value(result: Result, first: Result) -> float | None:

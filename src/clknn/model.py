@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import langcodes
 import torch
 import transformers
 from torch import Tensor
@@ -42,6 +41,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from clknn.errors import InputError, ModelError
+from clknn.language import read_language
 
 Tokens = list[int]
 
@@ -49,9 +49,22 @@ Tokens = list[int]
 Mix = Callable[[int, Tensor, Tensor], Tensor]
 
 
+# Options of `generate` that choose among p_mix and leave one hypothesis. The others give several or none, decode in
+# another way (some then without the mix, or with it and without the option, silently), or belong to the model.
+_FURTHER = frozenset(
+    """
+    bad_words_ids begin_suppress_tokens do_sample early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_eos_token_id
+    length_penalty logits_processor max_time min_length min_new_tokens min_p no_repeat_ngram_size
+    prefix_allowed_tokens_fn remove_invalid_values renormalize_logits repetition_penalty sequence_bias suppress_tokens
+    temperature top_k top_p typical_p
+    """.split()
+)
+
+
 @dataclass(frozen=True)
 class Decoding:
-    """How to decode: what the papers hold equal across systems, and any further option of `generate`.
+    """How to decode: what the papers hold equal across systems, and further options of `generate`.
 
     A translation has at most `max_new_tokens`, and at most `longest_ratio` tokens for each of its source's and 16 more,
     so that a weak model that repeats itself costs little; None leaves that out.
@@ -62,6 +75,12 @@ class Decoding:
     max_new_tokens: int = 256
     longest_ratio: float | None = 3.0
     further: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.further.keys() - _FURTHER):
+            own = {"num_beams": "beam", "max_new_tokens": "max_new_tokens"}.get(name)
+            advice = f"say {own}=" if own else f"leave it out, or choose from {', '.join(sorted(_FURTHER))}"
+            raise InputError(f"further has {name!r}, an option under which hypotheses could not be read; {advice}")
 
 
 @dataclass(frozen=True)
@@ -171,20 +190,39 @@ class TransformersModel:
         self._target_tokenizer = _target_tokenizer(tokenizer)
         self._start, self._forced = _decoder_prompt(name, network, tokenizer, source, target)
         self._pad, self._ends = _special_tokens(name, network, tokenizer)
-        self.fingerprint = _fingerprint(network, tokenizer, self.vocabulary, self.prefix, self._start, self._forced)
+        self._control = _control_tokens(tokenizer) | {self._start, *self._forced, self._pad, *self._ends}
+        self._around = _around_a_source(tokenizer, self.prefix, self._control)
+        pieces = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(self.vocabulary)]
+        probe = _probe(pieces)
+        probed = [self.tokenise_sources(probe), self.tokenise_targets(probe)]
+        prompt = [self.prefix, self._start, self._forced]
+        self.fingerprint = _fingerprint(network, tokenizer, prompt, probed, pieces)
 
     # -- text ---------------------------------------------------------------------------------------------------
 
     def tokenise_sources(self, texts: Sequence[str]) -> list[Tokens]:
-        """Source ids as the encoder wants them, end-of-sentence and language tokens included."""
-        return self._tokenizer([self.prefix + text for text in texts])["input_ids"] if texts else []
+        """Source ids as the encoder wants them, end-of-sentence and language tokens included.
+
+        A text that names control tokens is text all the same; the prefix may hold one (Marian's ">>fra<< ").
+        """
+        if not texts:
+            return []
+        head, prefix, tail = self._around
+        rows: list[Tokens] = self._tokenizer([self.prefix + text for text in texts])["input_ids"]
+        for i, row in enumerate(rows):
+            if not self._control.isdisjoint(row[len(head) : len(row) - len(tail)]):
+                rows[i] = [*head, *_as_text(self._tokenizer, self._control, text=prefix + texts[i]), *tail]
+        return rows
 
     def tokenise_targets(self, texts: Sequence[str]) -> list[Tokens]:
         """Target ids as the decoder must produce them: content and end-of-sentence, no start or language token."""
         if not texts:
             return []
-        ids = self._target_tokenizer(text_target=list(texts), add_special_tokens=False)["input_ids"]
-        return [[*row, self._ends[0]] for row in ids]
+        rows = self._target_tokenizer(text_target=list(texts), add_special_tokens=False)["input_ids"]
+        for i, row in enumerate(rows):
+            if not self._control.isdisjoint(row):
+                rows[i] = _as_text(self._target_tokenizer, self._control, text_target=texts[i])
+        return [[*row, self._ends[0]] for row in rows]
 
     def detokenise(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
@@ -238,6 +276,8 @@ class TransformersModel:
             "max_new_tokens": most,
             "stopping_criteria": StoppingCriteriaList([_LengthLimit(limits)]),
             "do_sample": False,
+            "num_return_sequences": 1,  # this and the next whatever the checkpoint's own configuration says
+            "use_cache": True,
             "decoder_start_token_id": self._start,
             "forced_bos_token_id": self._forced[0] if self._forced else None,
             "past_key_values": _BeamCache(DynamicCache(), DynamicCache()),
@@ -389,12 +429,12 @@ def _decoder_prompt(name: str, network: Any, tokenizer: Any, source: str, target
     if codes:
         tokenizer.src_lang = _match_language(name, source, codes)
         tokenizer.tgt_lang = _match_language(name, target, codes)
-        language = codes[tokenizer.tgt_lang]
+        token = codes[tokenizer.tgt_lang]
         if isinstance(tokenizer, MBartTokenizer):  # the first mBART starts with the language itself
-            return language, []
+            return token, []
         if start is None:
             raise ModelError(f"{name}: its configuration names no decoder start token")
-        return int(start), [language]
+        return int(start), [token]
     if start is None:
         raise ModelError(f"{name}: its configuration names no decoder start token")
     forced = config.forced_bos_token_id
@@ -421,31 +461,95 @@ def _language_codes(tokenizer: Any) -> dict[str, int]:
 
 
 def _match_language(name: str, wanted: str, codes: dict[str, int]) -> str:
+    """The model's code for a language: the same macrolanguage in the same script, and where that is two, at home in
+    the same territory (fa is pes_Arab, and prs_Arab is fa-AF). A language alone leaves the script to the model."""
     if wanted in codes:
         return wanted
-    try:
-        language = langcodes.Language.get(wanted).language
-        near = [code for code in codes if langcodes.Language.get(code).language == language]
-    except ValueError as error:
-        raise InputError(f"{wanted!r} is not a language code ({error}); {name} knows {', '.join(codes)}") from error
+    asked, known = read_language(wanted), {code: read_language(code) for code in codes}
+    same = [code for code in codes if known[code].name == asked.name]
+    near = same if asked.script is None and len(same) == 1 else [c for c in same if known[c].written == asked.written]
+    if len(near) > 1:
+        near = [code for code in near if known[code].home == asked.home] or near
     if len(near) != 1:
-        choice = ", ".join(near or codes)
-        raise InputError(f"{name} has {len(near)} languages for {wanted!r}; name one of: {choice}")
+        script = f" in the script {asked.written}" if same and not near else ""
+        choice = ", ".join(near or same or codes)
+        raise InputError(f"{name} has {len(near)} languages for {wanted!r}{script}; name one of: {choice}")
     return near[0]
 
 
-def _fingerprint(network: Any, tokenizer: Any, vocabulary: int, prefix: str, start: int, forced: Tokens) -> str:
-    """Sixteen hex digits of weights, vocabulary and prompt. Weights are hashed as bfloat16, in which a checkpoint
-    reads the same whether it was loaded in bfloat16 or float32 (20 MB/10 ms per 10M parameters)."""
+def _control_tokens(tokenizer: Any) -> frozenset[int]:
+    """Tokens that steer the model and stand for no text. The unknown token is not one: it stands for text."""
+    marian = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "supported_language_codes", []))
+    return frozenset(tokenizer.all_special_ids).union(_language_codes(tokenizer).values(), marian) - {
+        tokenizer.unk_token_id
+    }
+
+
+def _around_a_source(tokenizer: Any, prefix: str, control: frozenset[int]) -> tuple[Tokens, str, Tokens]:
+    """What precedes a source as tokens and as text to be tokenised with it, and the tokens that follow it.
+
+    A prefix goes with the text, which may join its last piece, unless it holds control tokens: those are meant.
+    """
+    whole, bare = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    at = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    head, tail = whole[:at], whole[at + len(bare) :]
+    said = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    return (head, prefix, tail) if control.isdisjoint(said) else ([*head, *said], "", tail)
+
+
+def _as_text(tokenizer: Any, control: frozenset[int], **text: str) -> Tokens:
+    """The tokens of a text that names control tokens, none of them a control token.
+
+    Left to itself a tokenizer takes "</s>" in a text for the token. Told to split special tokens it does so, except
+    that mBART and T5 have them among their Unigram pieces and find them there: those are spelt by their characters.
+    """
+    ids = tokenizer(**text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    spelt: Tokens = []
+    for token in ids:
+        characters = list(tokenizer.convert_ids_to_tokens(token)) if token in control else []
+        spelt += [c for c in tokenizer.convert_tokens_to_ids(characters) if c not in control] if characters else [token]
+    return spelt
+
+
+def _fingerprint(network: Any, tokenizer: Any, prompt: list[Any], probed: list[Any], pieces: list[str]) -> str:
+    """Sixteen hex digits of weights, configuration, vocabularies, tokenised probe and prompt. Weights are hashed as
+    bfloat16, in which a checkpoint reads the same whether it was loaded in bfloat16 or float32 (20 MB/10 ms per 10M
+    parameters)."""
     digest = hashlib.blake2b(digest_size=8)
     for key, tensor in sorted(network.state_dict().items()):
         digest.update(f"{key} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    produced = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(vocabulary)]
-    texts = [sorted(tokenizer.get_vocab().items()), produced, prefix, start, forced]
-    digest.update(json.dumps(texts).encode())
+    texts = [sorted(tokenizer.get_vocab().items()), pieces, prompt, probed, _configuration(network.config)]
+    digest.update(json.dumps(texts, sort_keys=True).encode())
     digest.update(type(network).__name__.encode())
     return digest.hexdigest()
+
+
+def _configuration(config: Any) -> dict[str, Any]:
+    """What a configuration says of its network beyond its family's defaults, to which later versions may add."""
+    aside = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+    usual = type(config)().to_dict()
+    return {k: v for k, v in config.to_dict().items() if k not in aside and (k not in usual or usual[k] != v)}
+
+
+# Scripts, cases, digits, compounds, punctuation, spacing, markup, full width and composed forms: what the rules of
+# tokenizers differ on.
+_PROBE = (
+    "That 2nd quick, brown fox (aged 3½) can't jump — “over” 1,234.56 lazy dogs; e.g. at 10:45 a.m., has it?!",
+    "ÜBERGRÖSSE: Straßenverkehrsordnung, naïve façade, Ærøskøbing, Łódź, İstanbul, señor, ţară, ﬁne, e\u0301t\u00e9.",
+    "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία.",
+    "שלום עולם. مرحبا بالعالم، ٣٤٥؟ नमस्ते दुनिया। สวัสดีชาวโลก",
+    "我们将在明天上午的会议上讨论这个问题。日本語の文章、カタカナとひらがな。안녕하세요 세계 ＡＢＣ １２３ ｶﾀ",
+    "  tabs\tand  spaces\u00a0here\u3000there\u200b ... 'quotes' \"more\" 50% $5 €6 😀 x_y",
+    "<b>tag</b> &amp; {0} %s user@example.org https://example.org/a/b?c=d#e",
+)
+
+
+def _probe(pieces: list[str]) -> list[str]:
+    """Texts that tell tokenizers apart: fixed ones, and a thousand of the vocabulary's pieces, in its own language."""
+    own = pieces[:: max(1, len(pieces) // 1000)]
+    words = [piece.replace("▁", "").replace("</w>", "") for piece in own]
+    return [*_PROBE, *(" ".join(words[i : i + 20]) for i in range(0, len(words), 20))]
 
 
 def checkpoint_path(name: str) -> str:

@@ -7,6 +7,8 @@ trade-off: a batch is padded to its longest sentence, so texts are sorted by len
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,13 +176,31 @@ class Translator:
         return Word(text, sum(decided) / n, sum(e.p_model for e in tokens) / n, support)
 
 
+# Letters with which a piece can begin where no spaces stand between words: Han, kana; the consonants and leading vowels
+# of Thai, Lao, Burmese and Khmer, whose other vowels belong to what stands before them.
+_UNSPACED = re.compile(
+    "[\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+    "\u3041-\u3096\u30a1-\u30fa\u31f0-\u31ff\uff66-\uff6f\uff71-\uff9d"
+    "\u0e01-\u0e2e\u0e40-\u0e44\u0e81-\u0eae\u0ec0-\u0ec4\u1000-\u102a\u1780-\u17b3]"
+)
+
+
 def _words(pieces: list[str], evidence: list[Evidence]) -> Iterator[tuple[str, list[Evidence]]]:
-    """Pieces joined into words; a piece that begins with a space opens one, and so does end-of-sentence."""
+    """Pieces joined into words; a piece that begins with a space opens one, and so does end-of-sentence.
+
+    In scripts without spaces each piece is a word of its own, or a sentence's evidence would be that of one word.
+    """
     spelt, tokens = "", list[Evidence]()
     for piece, one in zip(pieces, evidence, strict=True):
-        if tokens and (piece.startswith(" ") or piece == "</s>"):
+        if tokens and (piece.startswith(" ") or piece == "</s>" or (spelt.strip() and _unspaced(spelt, piece))):
             yield spelt.strip(), tokens
             spelt, tokens = "", []
         spelt, tokens = spelt + piece, [*tokens, one]
     if tokens:
         yield spelt.strip(), tokens
+
+
+def _unspaced(before: str, piece: str) -> bool:
+    """Whether two words meet here although no space stands between them: such letters, or Latin ones behind them."""
+    cased_or_digit = unicodedata.category(piece[0]) in ("Lu", "Ll", "Lt", "Nd") if piece else False
+    return bool(_UNSPACED.match(piece) or (cased_or_digit and _UNSPACED.match(before[-1])))

@@ -227,7 +227,11 @@ def chosen(learned: Learned[M]) -> Chosen:
     return Chosen(
         combiner,
         likelihoods(learned.base, learned.log_likelihood, learned.tokens)
-        | {"updates": learned.curve[-1].update, "best update": _best(learned.curve).update},
+        | {
+            "log-likelihood of a token, before training": round(learned.before, 4),
+            "updates": learned.curve[-1].update,
+            "best update": _best(learned.curve).update,
+        },
     )
 
 
