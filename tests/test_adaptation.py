@@ -439,9 +439,29 @@ def test_tuning_on_pairs_from_a_file_of_their_own(tm: Path, model: Model, tmp_pa
     assert {p.origin.file for p in by_role["tune"]} == {"dev.tsv"}
     assert len(by_role["test"]) == 3
     assert {p.origin.file for p in by_role["test"]} == {"tm.tsv"}
-    assert tally.skipped["duplicate"].first == "dev.tsv:13"  # it is stored already, or held out
+    assert tally.skipped[corpus.LIKE_OTHERS].first == "dev.tsv:13"  # it is stored already, or held out
     assert "tune" in read_manifest(tmp_path / "s").options
     assert verdict is not None
+
+
+def test_a_tuning_pair_like_one_of_the_memory_is_left_out_and_its_number_said(
+    tm: Path, model: Model, tmp_path: Path
+) -> None:
+    """Also where the source is the same and the target is another."""
+    rows, clean = tiny.pairs(60), tiny.pairs(12, seed=8)
+    alike = [rows[0], Pair(rows[1].source.upper(), "cat cat cat", Origin("")), Pair("hund", rows[2].target, Origin(""))]
+    own = tiny.write_tsv(tmp_path / "dev.tsv", [*alike, *clean])
+    manifest = adaptation.build(tmp_path / "s", [tm], model, tune_on=[own])
+    by_role = roles(tmp_path / "s")
+    assert [p.source for p in by_role["tune"]] == [p.source for p in clean]
+    for side in ("source", "target"):
+        stored, tune, test = ({fold(getattr(p, side)) for p in by_role[r]} for r in ("stored", "tune", "test"))
+        assert not tune & (stored | test)
+    assert manifest.measured["build"]["tuning pairs left out"] == 3
+    assert f"skipped 3: {corpus.LIKE_OTHERS} (first: dev.tsv:1)" in manifest.measured["build"]["tally"]
+    with pytest.raises(InputError, match=r"dev\.tsv: no pair to tune on is left; skipped 3: tuning pair"):
+        adaptation.build(tmp_path / "t", [tm], model, tune_on=[tiny.write_tsv(tmp_path / "dev.tsv", alike)])
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_held_out_pair_that_the_model_cannot_hold_is_counted_and_does_not_stop_the_verdict(

@@ -700,6 +700,29 @@ def test_too_few_candidates_are_shared(table: Pairs) -> None:
         table.hold_out(-1, 3, 0)
 
 
+def test_a_tuning_pair_whose_source_or_target_is_among_the_others_is_left_out_and_counted(table: Pairs) -> None:
+    table.add([pair(f"s{i}", f"t{i}") for i in range(40)], Tally())
+    table.hold_out(0, 1, 0)
+    ((_, tested),) = table.each("test")
+    new, tally = pair("neu", "new", 1), Tally()
+    alike = [
+        pair("s0", "t0", 2), pair(" S1", "other", 3), pair("andere", "T2 ", 4), pair("s3", "t4", 5),
+        pair(tested.source, "other", 6),
+    ]  # fmt: skip
+    sides = pair("t5", "s5", 7)  # a source is not compared with targets
+    assert table.add([new, *alike, sides, new], tally, "tune") == range(40, 42)
+    assert [p for _, p in table.each("tune")] == [new, sides]
+    assert (table.count("stored"), table.count("test")) == (39, 1)
+    assert {reason: (skip.count, skip.first) for reason, skip in tally.skipped.items()} == {
+        "tuning pair whose source or target is in the translation memory too": (5, "a.tsv:2"),
+        "duplicate": (1, "a.tsv:1"),
+    }
+    assert tally.kept == 2
+    with pytest.raises(InputError, match=r"a\.tsv:3: tuning pair whose source or target is in the translation"):
+        table.add([pair("x", "y", 1), alike[1]], Tally(strict=True), "tune")
+    assert table.count("tune") == 2
+
+
 def test_rows_may_change_while_they_are_read(table: Pairs) -> None:
     table.add([pair(f"s{i}", "t") for i in range(1200)], Tally())
     seen = []

@@ -27,7 +27,7 @@ from clknn import model as models
 from clknn import projection as projections
 from clknn import tuning
 from clknn.adapter import Adapter, AdapterSettings, Step, Trained
-from clknn.corpus import Pair, Pairs, Role, Skip, Tally, read_pairs
+from clknn.corpus import LIKE_OTHERS, Pair, Pairs, Role, Skip, Tally, read_pairs
 from clknn.datastore import Manifest
 from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, retrieval_accuracy, timed
@@ -98,7 +98,7 @@ def build(
     """Reads pairs from `files`, holds some out, force-decodes the rest. Resumes where an earlier call was killed.
 
     `hold_out` pairs are kept for tuning and as many for the verdict; they are never in the datastore. Pairs for tuning
-    can come from files of their own, `tune_on`, instead.
+    can come from files of their own, `tune_on`, instead; those like a pair of `files` are left out.
     """
     tally = tally or Tally()
     asked = {"files": [_file_mark(file) for file in files], "hold_out": hold_out, "seed": seed}
@@ -169,6 +169,8 @@ def _read_text(
         record.hold_out(0 if tune_on else hold_out, hold_out, seed)
         if tune_on:
             record.add(read_pairs(tune_on, *languages, tally), tally, "tune")
+            if not record.count("tune"):
+                raise InputError(f"{tune_on[0]}: no pair to tune on is left; {'; '.join(tally.lines()[1:])}")
 
 
 def _take_up(tally: Tally, before: dict[str, Any]) -> None:
@@ -199,7 +201,10 @@ def _force_decode(path: Path, draft: Manifest, model: Model, tally: Tally, repor
     if not progress.entries:
         raise InputError(f"{path}: no pair fits the model; {'; '.join(tally.lines()[1:])}")
     seconds = time.perf_counter() - started
-    measured = {"seconds": round(seconds, 1), "held out": held_out, "tally": tally.lines()}
+    measured: dict[str, Any] = {"seconds": round(seconds, 1), "held out": held_out, "tally": tally.lines()}
+    if draft.options["build"]["tune_on"]:
+        left_out = tally.skipped.get(LIKE_OTHERS)
+        measured["tuning pairs left out"] = left_out.count if left_out else 0
     marks = {name: stores.mark_of(path / f"{name}.npy") for name in stores.ENTRY_FILES}
     marks["text"] = stores.mark_of(path / "text.sqlite")
     draft = draft.having(
