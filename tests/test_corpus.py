@@ -723,6 +723,72 @@ def test_a_tuning_pair_whose_source_or_target_is_among_the_others_is_left_out_an
     assert table.count("tune") == 2
 
 
+def hold_out_two(table: Pairs) -> tuple[tuple[int, Pair], tuple[int, Pair]]:
+    """The tuning pair and the test pair of forty."""
+    table.add([pair(f"s{i}", f"t{i}", i + 1) for i in range(40)], Tally())
+    table.hold_out(1, 1, 0)
+    (tune,), (test,) = table.each("tune"), table.each("test")
+    return tune, test
+
+
+def test_a_held_out_pair_that_is_added_is_stored_from_then_on(table: Pairs) -> None:
+    (tune, first), (test, second) = hold_out_two(table)
+    tally = Tally()
+    asked = [replace(p, origin=Origin("new.tsv")) for p in (second, first)]
+    assert table.add([*asked, pair("s", "t"), *asked], tally) == range(40, 43)
+    assert list(table.each("stored", after=39)) == [(40, second), (41, first), (42, pair("s", "t"))]
+    assert (table.count("tune"), table.count("test"), table.count()) == (0, 0, 41)
+    assert table.get([tune, test]) == {}  # an id is of one set of entries, and these had none
+    assert (tally.kept, tally.skipped["duplicate"].count) == (3, 2)
+
+
+def test_a_held_out_pair_like_one_that_is_added_is_stored_too(table: Pairs) -> None:
+    (_, first), (_, second) = hold_out_two(table)
+    tally, new = Tally(), [pair(f" {first.source.upper()} ", "other"), pair("a", "b"), pair("andere", second.target)]
+    assert table.add(new, tally) == range(40, 45)
+    assert [p for _, p in table.each("stored", after=39)] == [first, *new[:2], second, new[2]]
+    assert (table.count("tune"), table.count("test"), table.count()) == (0, 0, 43)
+    assert (tally.kept, tally.skipped) == (3, {})
+
+
+def test_a_tuning_pair_from_elsewhere_like_one_that_is_added_is_forgotten(table: Pairs) -> None:
+    """It was never in the memory, and is not to be."""
+    table.add([pair(f"s{i}", f"t{i}") for i in range(40)], Tally())
+    table.hold_out(0, 1, 0)
+    ((_, tested),) = table.each("test")
+    table.add([pair(f"u{i}", f"v{i}", i) for i in range(4)], Tally(), "tune")
+    new = [pair("u0", "v0"), pair("U1", "other"), pair("andere", "V2"), pair("S", tested.target)]
+    assert table.add(new, Tally(), tuned_apart=True) == range(44, 49)
+    assert [p for _, p in table.each("stored", after=43)] == [*new[:3], tested, new[3]]
+    assert [p for _, p in table.each("tune")] == [pair("u3", "v3", 3)]
+    assert table.count("test") == 0
+
+
+@given(
+    st.lists(st.tuples(near_text, near_text), max_size=60),
+    st.lists(st.tuples(near_text, near_text), max_size=60),
+    st.integers(0, 3),
+)
+@settings(deadline=None, max_examples=50)
+def test_nothing_held_out_is_like_a_stored_pair_whatever_is_added(
+    before: list[tuple[str, str]], after: list[tuple[str, str]], seed: int
+) -> None:
+    alone = [(f"s{i}", f"t{i}") for i in range(20)]
+    after = [*after, *alone[:2]]
+    with tempfile.TemporaryDirectory() as folder, Pairs.create(Path(folder) / "p") as table:
+        table.add([pair(s, t) for s, t in before + alone], Tally())
+        table.hold_out(5, 5, seed)
+        ids = table.add([pair(s, t) for s, t in after], Tally())
+        by_role = {role: [p for _, p in table.each(role)] for role in ("stored", "tune", "test")}
+        everything = [p for pairs in by_role.values() for p in pairs]
+        assert len(everything) == table.count()
+        assert sorted(texts(everything)) == sorted({*before, *alone, *after})  # each once, as if added at once
+        assert {number for number, _ in table.each("stored") if number in ids} == set(ids)
+        for p in by_role["tune"] + by_role["test"]:
+            assert not {fold(q.source) for q in by_role["stored"]} & {fold(p.source)}
+            assert not {fold(q.target) for q in by_role["stored"]} & {fold(p.target)}
+
+
 def test_rows_may_change_while_they_are_read(table: Pairs) -> None:
     table.add([pair(f"s{i}", "t") for i in range(1200)], Tally())
     seen = []

@@ -22,6 +22,7 @@ from clknn.model import Model
 from clknn.translator import Translator
 
 ROWS = tiny.pairs(40)
+UNSEEN = tiny.pairs(8, seed=5)
 QUICK = AdapterSettings(steps=4, validate_every=2, batch=32)
 Made = Callable[..., Path]
 
@@ -217,6 +218,62 @@ def test_a_pair_that_is_there_already_is_not_added_again(made: Made, model: Mode
     assert verify(path) == []
 
 
+def held_out(path: Path) -> dict[str, list[Pair]]:
+    with open_datastore(path) as opened:
+        return {role: [pair for _, pair in opened.pairs.each(role)] for role in ("tune", "test")}
+
+
+@pytest.mark.parametrize("role", ["tune", "test"])
+def test_a_held_out_pair_that_is_added_gets_its_entries(store: Path, model: Model, role: str) -> None:
+    before, held, tally = entries(store), held_out(store), Tally()
+    manifest = read_manifest(store)
+    added = held[role][1]
+    (number,) = datastore.add(store, [added], model, tally)
+    (tokens,) = model.tokenise_targets([added.target])
+    new = [(added.source, added.target, place, token) for place, token in enumerate(tokens)]
+    assert entries(store) == before + new
+    assert (tally.kept, tally.skipped) == (1, {})
+    assert held_out(store) == held | {role: [pair for pair in held[role] if pair != added]}
+    after = read_manifest(store)
+    assert (after.stored, after.entries) == (manifest.stored + 1, manifest.entries + len(new))
+    counts = manifest.measured["build"]["held out"]
+    assert after.measured["build"]["held out"] == counts | {role: counts[role] - 1}
+    assert verify(store) == []
+    with open_datastore(store) as opened:
+        assert opened.pair_ids[-1] == number
+    datastore.remove(store, [number])
+    assert entries(store) == before
+
+
+def test_a_held_out_pair_like_an_added_one_is_stored_with_it(store: Path, model: Model) -> None:
+    held, before = held_out(store), entries(store)
+    like = Pair(held["tune"][0].source.upper(), "cat cat", ROWS[0].origin)
+    assert len(datastore.add(store, [like], model)) == 2
+    assert {row[0] for row in entries(store)} - {row[0] for row in before} == {like.source, held["tune"][0].source}
+    assert held_out(store) == held | {"tune": held["tune"][1:]}
+    assert verify(store) == []
+
+
+def test_a_tuning_pair_of_a_file_of_its_own_is_not_stored_with_one_like_it(model: Model, tmp_path: Path) -> None:
+    files = [tiny.write_tsv(tmp_path / f"{name}.tsv", rows) for name, rows in (("tm", ROWS), ("dev", UNSEEN))]
+    adaptation.adapt(tmp_path / "s", [files[0]], model, QUICK, True, 0, tune_on=[files[1]])
+    like = Pair(UNSEEN[3].source.upper(), "cat cat", ROWS[0].origin)
+    assert len(datastore.add(tmp_path / "s", [like, UNSEEN[5]], model)) == 2
+    assert {row[0] for row in entries(tmp_path / "s")} == {p.source for p in (*ROWS, like, UNSEEN[5])}
+    kept = [p.source for i, p in enumerate(UNSEEN) if i not in (3, 5)]
+    assert [p.source for p in held_out(tmp_path / "s")["tune"]] == kept
+    assert read_manifest(tmp_path / "s").measured["build"]["held out"]["tune"] == len(kept)
+
+
+def test_held_out_pairs_can_be_removed_and_are_not_counted_any_more(store: Path) -> None:
+    with open_datastore(store) as opened:
+        ids = [number for role in ("tune", "test") for number, _ in opened.pairs.each(role)]
+    before = entries(store)
+    assert datastore.remove(store, ids) == len(ids)
+    assert entries(store) == before
+    assert read_manifest(store).measured["build"]["held out"] == {"tune": 0, "test": 0}
+
+
 @pytest.mark.parametrize("gone", [[0], [39], [3, 4, 30], list(range(39))])
 def test_remove_equals_never_having_had(made: Made, model: Model, gone: list[int]) -> None:
     path, never = made(ROWS), made([row for i, row in enumerate(ROWS) if i not in gone], "never")
@@ -274,7 +331,7 @@ def change(path: Path, model: Model, kind: str) -> None:
         datastore.remove(path, [next(iter(open_ids(path)))])
 
 
-def killed(*_: object) -> None:
+def killed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 

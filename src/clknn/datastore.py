@@ -32,7 +32,7 @@ from torch import Tensor
 
 from clknn import index as indices
 from clknn import projection as projections
-from clknn.corpus import Pair, Pairs, Tally
+from clknn.corpus import Pair, Pairs, Role, Tally
 from clknn.errors import DatastoreError, InputError, ModelError
 from clknn.index import Index
 from clknn.mixing import Mixing, Neighbours
@@ -325,13 +325,16 @@ def _still_needed(path: Path) -> str:
 
 
 def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = None) -> range:
-    """Adds pairs, projected as the others were; gives their ids. Pairs already there are not stored again."""
+    """Adds pairs, projected as the others were; gives their ids. Pairs already stored are not stored again.
+
+    What was held out is not once it is stored: such pairs, and those like an added one, get entries and ids as well.
+    """
     tally = tally or Tally()
     with writing(path), open_datastore(path, model) as store:
         text = fresh(path, "text", "sqlite")
         shutil.copyfile(path / store.manifest.files["text"].name, text)
         with Pairs.open(text, write=True) as record, ExitStack() as open_files:
-            ids = record.add(pairs, tally)
+            ids = record.add(pairs, tally, tuned_apart=bool(store.manifest.options["build"]["tune_on"]))
             grown = {name: _copied(store, name, open_files) for name in (*ENTRY_FILES, "keys")}
             stream = islice(record.each("stored", after=ids.start - 1), len(ids))
             while window := list(islice(stream, WINDOW)):
@@ -340,8 +343,8 @@ def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = N
                     grown[name][1].append(getattr(block, name))
                 for keys in store.projection.keys(block.states):
                     grown["keys"][1].append(keys)
-            stored = record.count("stored")
-        _finish(store, text, {name: file for name, (file, _) in grown.items()}, stored, indices.extended)
+            counts = _counts(record)
+        _finish(store, text, {name: file for name, (file, _) in grown.items()}, counts, indices.extended)
     return ids
 
 
@@ -352,7 +355,7 @@ def remove(path: Path, ids: Sequence[int]) -> int:
         shutil.copyfile(path / store.manifest.files["text"].name, text)
         with Pairs.open(text, write=True) as record:
             removed = record.remove(ids)
-            stored = record.count("stored")
+            counts = _counts(record)
         kept = np.flatnonzero(~np.isin(store.pair_ids, np.fromiter(ids, np.int64)))
         if not len(kept):
             text.unlink()
@@ -364,7 +367,7 @@ def remove(path: Path, ids: Sequence[int]) -> int:
             with GrowingArray(files[name], old.dtype, old.shape[1] if old.ndim > 1 else None, 0) as new:
                 for rows in np.array_split(kept, len(kept) // 100_000 + 1):
                     new.append(old[rows])
-        _finish(store, text, files, stored, indices.refilled)
+        _finish(store, text, files, counts, indices.refilled)
     return removed
 
 
@@ -376,8 +379,13 @@ def _copied(store: Datastore, name: str, open_files: ExitStack) -> tuple[Path, G
     return file, open_files.enter_context(grown)
 
 
+def _counts(record: Pairs) -> dict[str, int]:
+    roles: tuple[Role, ...] = "stored", "tune", "test"
+    return {role: record.count(role) for role in roles}
+
+
 def _finish(
-    store: Datastore, text: Path, files: dict[str, Path], stored: int, indexed: Callable[[Index, Any], Index]
+    store: Datastore, text: Path, files: dict[str, Path], counts: dict[str, int], indexed: Callable[[Index, Any], Index]
 ) -> None:
     """Indexes the new keys and commits; the old files stay until the new manifest stands."""
     keys = np.load(files["keys"], mmap_mode="r")
@@ -388,7 +396,17 @@ def _finish(
     mixing = store.manifest.mixing
     if mixing is not None:
         mixing = replace(mixing, k=min(mixing.k, len(keys)))  # fewer entries than that may be left
-    commit(store.path, replace(store.manifest, entries=len(keys), stored=stored, files=marks, mixing=mixing))
+    built = store.manifest.measured["build"]
+    held_out = {role: min(fitted, counts[role]) for role, fitted in built["held out"].items()}
+    changed = replace(
+        store.manifest,
+        entries=len(keys),
+        stored=counts["stored"],
+        measured=store.manifest.measured | {"build": built | {"held out": held_out}},
+        files=marks,
+        mixing=mixing,
+    )
+    commit(store.path, changed)
 
 
 def verify(path: Path) -> list[str]:
