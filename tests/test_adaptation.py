@@ -305,6 +305,53 @@ def test_knn_mt_on_a_trained_datastore_and_back(store: Path, whole: Path, model:
     assert not strangers(store)
 
 
+@pytest.mark.parametrize("kind", ["add", "remove"])
+def test_entries_that_changed_are_trained_on_and_projected_again(store: Path, model: Model, kind: str) -> None:
+    if kind == "add":
+        datastore.add(store, tiny.pairs(80, seed=3)[60:], model)
+    else:
+        datastore.remove(store, range(10))
+    changed = read_manifest(store)
+    assert adaptation.train(store, QUICK, model) is not None
+    trained = read_manifest(store)
+    assert trained.files["adapter"].blake2b != changed.files["adapter"].blake2b
+    projected = adaptation.project(store, model)
+    assert projected.files["keys"].blake2b != changed.files["keys"].blake2b
+    assert "tune" not in projected.options
+    assert verify(store) == []
+    assert adaptation.train(store, QUICK, model) is None
+    assert adaptation.project(store, model) == projected
+    with open_datastore(store) as opened:
+        assert len(opened.index.keys) == opened.entries == changed.entries
+
+
+def test_keys_are_made_again_for_entries_that_changed_though_no_adapter_was_trained(
+    store: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with them the index, which stays what it was while pairs are added: exact, however many there are."""
+    adaptation.project(store, model, vanilla=True)
+    monkeypatch.setattr(index, "EXACT_BELOW", read_manifest(store).entries + 1)
+    datastore.add(store, tiny.pairs(80, seed=3)[60:], model)
+    with open_datastore(store) as opened:
+        assert opened.index.exact
+        assert opened.entries > index.EXACT_BELOW
+    done = adaptation.project(store, model, vanilla=True)
+    with open_datastore(store) as opened:
+        assert not opened.index.exact
+    assert done.measured["project"]["index"].startswith("inverted file")
+    assert adaptation.project(store, model, vanilla=True) == done
+
+
+def test_another_datastores_states_that_changed_are_trained_on_again(store: Path, model: Model, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "other")
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is not None
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is None
+    datastore.remove(store, range(10))
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is None
+    datastore.remove(tmp_path / "other", range(10))
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is not None
+
+
 def test_train_on_another_datastores_states(store: Path, model: Model, tmp_path: Path) -> None:
     other = tiny.write_tsv(tmp_path / "other.tsv", tiny.pairs(50, seed=5))
     adaptation.build(tmp_path / "other", [other], model, hold_out=0)

@@ -2,8 +2,8 @@
 
 In go a user's files and a model; out comes a finished datastore and the verdict a customer wants before committing.
 Each stage reads what the one before it left in the directory, writes its own files, and notes its options and what it
-measured in the manifest; a stage that is already done with the same options is passed over. The trade-off: each stage
-force-decodes the few hundred held-out pairs again, some seconds, and so needs nothing from any other.
+measured in the manifest; a stage already done on the same entries with the same options is passed over. The trade-off:
+each stage force-decodes the few hundred held-out pairs again, some seconds, and so needs nothing from any other.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def train(
 ) -> Trained | None:
     """Trains the adapter on this datastore's states, or on another's (the paper's out-of-domain setting).
 
-    None: it was trained with these settings before.
+    None: it was trained on these entries with these settings before.
     """
     asked = adapters.options(settings) | {"states of": None if states_of is None else str(states_of)}
     checkpoint = path / "training.safetensors"
@@ -234,10 +234,11 @@ def train(
 
     with stores.writing(path):
         manifest = _begun(path, model)
+        teacher = manifest if states_of is None else _begun(states_of, model)
+        asked["entries"] = _entries(teacher)
         if manifest.options.get("train") == asked and "adapter" in manifest.files:
             checkpoint.unlink(missing_ok=True)
             return None
-        teacher = manifest if states_of is None else _begun(states_of, model)
         home = path if states_of is None else states_of
         states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
         held_out = force_held_out(home, teacher, model, "tune")
@@ -306,6 +307,7 @@ def project(
     asked: dict[str, Any] = {"vanilla": vanilla, "size": size, "centred": centred}
     with stores.writing(path):
         manifest = _begun(path, model)
+        asked["entries"] = _entries(manifest)
         asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
         if manifest.options.get("project") == asked and "index" in manifest.files:
             return manifest
@@ -477,6 +479,11 @@ def _begun(path: Path, model: Model) -> Manifest:
         manifest = stores.read_manifest(path)  # says what is there and what is missing
     stores.check_model(path, manifest, model)
     return manifest
+
+
+def _entries(manifest: Manifest) -> dict[str, str]:
+    """Which entries a stage worked on: after they change, by `add` or `remove`, it is not done any more."""
+    return {name: manifest.files[name].blake2b for name in ("states", "values")}
 
 
 def _file_mark(file: Path) -> dict[str, Any]:
