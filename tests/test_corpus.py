@@ -823,6 +823,12 @@ def test_open_refuses_what_is_not_a_table(tmp_path: Path) -> None:
         Pairs.create(tmp_path / "no" / "p")
 
 
+def test_a_table_that_goes_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    with pytest.raises(DatastoreError, match=r"gone: cannot be opened \(unable to open database file\)"):
+        Pairs.open(tmp_path / "gone")
+
+
 def test_open_is_for_reading_unless_asked(tmp_path: Path) -> None:
     path = tmp_path / "p"
     Pairs.create(path).close()

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -435,6 +436,55 @@ def test_a_reader_keeps_what_it_opened_while_others_change_it(made: Made, model:
         datastore.remove(path, list(range(20)))
         datastore.add(path, tiny.pairs(50)[45:], model)
         assert neighbours(opened, model, ROWS) == before
+
+
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [
+        (datastore, "_parse"), (datastore, "array"), (datastore.projections, "read"), (datastore.indices, "read"),
+        (Pairs, "open"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("changes", [1, 2])
+def test_a_reader_that_comes_while_others_change_it_opens_one_state_of_it(
+    made: Made, model: Model, home: Any, name: str, changes: int
+) -> None:
+    """The writer commits, and sweeps what the reader was about to open."""
+    path, original = made(ROWS), getattr(home, name)
+    named: set[str] = set()
+    with pytest.MonkeyPatch.context() as patched:
+
+        def overtaken(*given: Any) -> Any:
+            patched.undo()
+            answer = original(*given) if name == "_parse" else None
+            for i in range(changes):  # the same number of entries again, under other names
+                named.update(mark.name for mark in read_manifest(path).files.values())
+                datastore.add(path, [ROWS[0]], model) if i else datastore.remove(path, [0])
+            return answer or original(*given)
+
+        patched.setattr(home, name, overtaken)
+        opened = open_datastore(path, model)
+    with opened:
+        assert opened.manifest == read_manifest(path)
+        assert opened.entries == opened.manifest.entries
+        assert not named & {opened.manifest.files[part].name for part in ("states", "keys", "index", "text")}
+        with open_datastore(path) as afterwards:
+            assert neighbours(opened, model, ROWS) == neighbours(afterwards, model, ROWS)
+
+
+def test_a_reader_that_is_always_overtaken_gives_up(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[datastore.Manifest] = []
+
+    def another(path: Path) -> datastore.Manifest:
+        manifest = replace(datastore._parse(path / "manifest.json"), stored=len(seen))
+        seen.append(manifest)
+        return manifest
+
+    a_file(store, "index").unlink()
+    monkeypatch.setattr(datastore, "read_manifest", another)
+    with pytest.raises(DatastoreError, match=r"index\.faiss: nothing where the manifest has"):
+        open_datastore(store)
+    assert len(seen) == datastore.OPENINGS + 1
 
 
 def test_one_writer_at_a_time(store: Path, model: Model) -> None:

@@ -225,7 +225,10 @@ class Pairs:
         if not path.is_file():
             raise DatastoreError(f"{path}: missing; the datastore is incomplete, build it again")
         uri = f"{path.resolve().as_uri()}?mode={'rw' if write else 'ro'}"
-        connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        try:
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        except sqlite3.OperationalError as error:
+            raise DatastoreError(f"{path}: cannot be opened ({error}); make it readable, or build again") from error
         try:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()

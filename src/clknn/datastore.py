@@ -41,6 +41,7 @@ from clknn.projection import Projection
 from clknn.states import WINDOW, GrowingArray, Progress, force_decode, write_atomically
 
 FORMAT = 1
+OPENINGS = 10  # times that a reader is overtaken by a writer before it gives up
 ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
 # What a killed or refused change can leave behind; SQLite would play a journal that is left into the next file of
 # that name.
@@ -198,13 +199,29 @@ def check_model(path: Path, manifest: Manifest, model: Model) -> None:
 
 def open_datastore(path: Path, model: Model | None = None) -> Datastore:
     """Opens a finished datastore for reading; with `model`, only if it was built with that model."""
-    manifest = read_manifest(path)
-    if model is not None:
-        check_model(path, manifest, model)
+    manifest, attempts = read_manifest(path), 0
+    while True:
+        if model is not None:
+            check_model(path, manifest, model)
+        try:
+            return _opened(path, manifest)
+        except DatastoreError:
+            # A writer may have committed since the manifest was read, and swept what it names. What could be opened is
+            # of one state: a name is not given twice.
+            before, manifest, attempts = manifest, read_manifest(path), attempts + 1
+            if manifest == before or attempts == OPENINGS:
+                raise
+
+
+def _opened(path: Path, manifest: Manifest) -> Datastore:
     for mark in manifest.files.values():
         file = path / mark.name
-        if not file.exists() or file.stat().st_size != mark.bytes:
-            found = f"{file.stat().st_size:,} bytes" if file.exists() else "nothing"
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            size = None
+        if size != mark.bytes:
+            found = "nothing" if size is None else f"{size:,} bytes"
             raise DatastoreError(f"{file}: {found} where the manifest has {mark.bytes:,}; restore it, or build again")
     arrays = {name: array(path, manifest, name) for name in ("keys", "values", "pairs", "positions")}
     projection = projections.read(path / manifest.files["projection"].name)
@@ -226,11 +243,11 @@ def array(path: Path, manifest: Manifest, name: str) -> npt.NDArray[Any]:
 
 
 def fresh(path: Path, name: str, suffix: str) -> Path:
-    """A file name that no manifest has named yet."""
-    revision = 0
-    while (file := path / (f"{name}.{revision}.{suffix}" if revision else f"{name}.{suffix}")).exists():
-        revision += 1
-    return file
+    """A file name that no manifest has named yet: a reader of an earlier one must not find another's file under it."""
+    known = re.compile(rf"{name}(?:\.(\d+))?\.{suffix}")
+    revisions = [int(match[1] or 0) for file in path.iterdir() if (match := known.fullmatch(file.name))]
+    revision = max(revisions, default=-1) + 1
+    return path / (f"{name}.{revision}.{suffix}" if revision else f"{name}.{suffix}")
 
 
 def mark_of(file: Path) -> FileMark:
