@@ -369,7 +369,7 @@ def test_a_change_killed_before_it_is_committed_never_happened(
 
 @pytest.mark.parametrize(
     ("kind", "killed_in"),
-    [("add", "add"), ("add", "force_decode"), ("add", "mark_of"), ("remove", "remove"), ("remove", "mark_of")],
+    [("add", "add"), ("add", "blocks"), ("add", "mark_of"), ("remove", "remove"), ("remove", "mark_of")],
 )
 def test_what_a_killed_change_left_is_swept_away_by_the_next(
     store: Path, model: Model, kind: str, killed_in: str, monkeypatch: pytest.MonkeyPatch

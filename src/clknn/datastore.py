@@ -38,7 +38,7 @@ from clknn.index import Index
 from clknn.mixing import Mixing, Neighbours
 from clknn.model import Model
 from clknn.projection import Projection
-from clknn.states import WINDOW, GrowingArray, Progress, force_decode, write_atomically
+from clknn.states import GrowingArray, Progress, blocks, write_atomically
 
 FORMAT = 1
 OPENINGS = 10  # times that a reader is overtaken by a writer before it gives up
@@ -354,12 +354,12 @@ def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = N
             ids = record.add(pairs, tally, tuned_apart=bool(store.manifest.options["build"]["tune_on"]))
             grown = {name: _copied(store, name, open_files) for name in (*ENTRY_FILES, "keys")}
             stream = islice(record.each("stored", after=ids.start - 1), len(ids))
-            while window := list(islice(stream, WINDOW)):
-                block = force_decode(model, window, tally)
+            for _, block in blocks(model, stream, tally):
                 for name in ENTRY_FILES:
                     grown[name][1].append(getattr(block, name))
                 for keys in store.projection.keys(block.states):
                     grown["keys"][1].append(keys)
+                del block  # before the next is made: otherwise there would be two in memory
             counts = _counts(record)
         _finish(store, text, {name: file for name, (file, _) in grown.items()}, counts, indices.extended)
     return ids
