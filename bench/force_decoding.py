@@ -30,16 +30,12 @@ def main() -> None:
     assert isinstance(model, TransformersModel)
     memory = read_pairs([ROOT / "examples/libreoffice-help.de-en.tmx.gz"], "de", "en", Tally())
     pairs = [pair for pair, _ in zip(memory, range(count), strict=False)]
-    sources = model.tokenise_sources([p.source for p in pairs])
-    targets = model.tokenise_targets([p.target for p in pairs])
-    batches = [  # [B, S], [B, S], [B, T]
-        _tensors(model, [sources[i] for i in batch], [targets[i] for i in batch])
-        for window in range(0, len(pairs), forced.WINDOW)
-        for batch in forced._batches(
-            range(window, min(window + forced.WINDOW, len(pairs))), sources, targets, forced.BATCH_TOKENS
-        )
-    ]
-    entries = sum(len(row) for row in targets)
+    batches, entries = [], 0  # of [B, S], [B, S], [B, T]
+    for window in forced.windows(model, iter(enumerate(pairs))):
+        sources, targets = [row.source for row in window], [row.target for row in window]
+        entries += sum(len(row) for row in targets)
+        for batch in forced._batches(range(len(window)), sources, targets, forced.BATCH_TOKENS):
+            batches.append(_tensors(model, [sources[i] for i in batch], [targets[i] for i in batch]))
     for batch in batches[:3]:  # warm up
         _bare(model, [batch], logits=True)
     seconds = {

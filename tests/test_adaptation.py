@@ -308,6 +308,53 @@ def test_knn_mt_on_a_trained_datastore_and_back(store: Path, whole: Path, model:
     assert not strangers(store)
 
 
+@pytest.mark.parametrize("kind", ["add", "remove"])
+def test_entries_that_changed_are_trained_on_and_projected_again(store: Path, model: Model, kind: str) -> None:
+    if kind == "add":
+        datastore.add(store, tiny.pairs(80, seed=3)[60:], model)
+    else:
+        datastore.remove(store, range(10))
+    changed = read_manifest(store)
+    assert adaptation.train(store, QUICK, model) is not None
+    trained = read_manifest(store)
+    assert trained.files["adapter"].blake2b != changed.files["adapter"].blake2b
+    projected = adaptation.project(store, model)
+    assert projected.files["keys"].blake2b != changed.files["keys"].blake2b
+    assert "tune" not in projected.options
+    assert verify(store) == []
+    assert adaptation.train(store, QUICK, model) is None
+    assert adaptation.project(store, model) == projected
+    with open_datastore(store) as opened:
+        assert len(opened.index.keys) == opened.entries == changed.entries
+
+
+def test_keys_are_made_again_for_entries_that_changed_though_no_adapter_was_trained(
+    store: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with them the index, which stays what it was while pairs are added: exact, however many there are."""
+    adaptation.project(store, model, vanilla=True)
+    monkeypatch.setattr(index, "EXACT_BELOW", read_manifest(store).entries + 1)
+    datastore.add(store, tiny.pairs(80, seed=3)[60:], model)
+    with open_datastore(store) as opened:
+        assert opened.index.exact
+        assert opened.entries > index.EXACT_BELOW
+    done = adaptation.project(store, model, vanilla=True)
+    with open_datastore(store) as opened:
+        assert not opened.index.exact
+    assert done.measured["project"]["index"].startswith("inverted file")
+    assert adaptation.project(store, model, vanilla=True) == done
+
+
+def test_another_datastores_states_that_changed_are_trained_on_again(store: Path, model: Model, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "other")
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is not None
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is None
+    datastore.remove(store, range(10))
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is None
+    datastore.remove(tmp_path / "other", range(10))
+    assert adaptation.train(store, QUICK, model, states_of=tmp_path / "other") is not None
+
+
 def test_train_on_another_datastores_states(store: Path, model: Model, tmp_path: Path) -> None:
     other = tiny.write_tsv(tmp_path / "other.tsv", tiny.pairs(50, seed=5))
     adaptation.build(tmp_path / "other", [other], model, hold_out=0)
@@ -442,9 +489,29 @@ def test_tuning_on_pairs_from_a_file_of_their_own(tm: Path, model: Model, tmp_pa
     assert {p.origin.file for p in by_role["tune"]} == {"dev.tsv"}
     assert len(by_role["test"]) == 3
     assert {p.origin.file for p in by_role["test"]} == {"tm.tsv"}
-    assert tally.skipped["duplicate"].first == "dev.tsv:13"  # it is stored already, or held out
+    assert tally.skipped[corpus.LIKE_OTHERS].first == "dev.tsv:13"  # it is stored already, or held out
     assert "tune" in read_manifest(tmp_path / "s").options
     assert verdict is not None
+
+
+def test_a_tuning_pair_like_one_of_the_memory_is_left_out_and_its_number_said(
+    tm: Path, model: Model, tmp_path: Path
+) -> None:
+    """Also where the source is the same and the target is another."""
+    rows, clean = tiny.pairs(60), tiny.pairs(12, seed=8)
+    alike = [rows[0], Pair(rows[1].source.upper(), "cat cat cat", Origin("")), Pair("hund", rows[2].target, Origin(""))]
+    own = tiny.write_tsv(tmp_path / "dev.tsv", [*alike, *clean])
+    manifest = adaptation.build(tmp_path / "s", [tm], model, tune_on=[own])
+    by_role = roles(tmp_path / "s")
+    assert [p.source for p in by_role["tune"]] == [p.source for p in clean]
+    for side in ("source", "target"):
+        stored, tune, test = ({fold(getattr(p, side)) for p in by_role[r]} for r in ("stored", "tune", "test"))
+        assert not tune & (stored | test)
+    assert manifest.measured["build"]["tuning pairs left out"] == 3
+    assert f"skipped 3: {corpus.LIKE_OTHERS} (first: dev.tsv:1)" in manifest.measured["build"]["tally"]
+    with pytest.raises(InputError, match=r"dev\.tsv: no pair to tune on is left; skipped 3: tuning pair"):
+        adaptation.build(tmp_path / "t", [tm], model, tune_on=[tiny.write_tsv(tmp_path / "dev.tsv", alike)])
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_held_out_pair_that_the_model_cannot_hold_is_counted_and_does_not_stop_the_verdict(
@@ -505,7 +572,7 @@ def test_the_verdict_counts_the_words_of_the_target_language(
     checkpoints: Callable[[str], Path], tm: Path, tmp_path: Path
 ) -> None:
     chinese = models.load(str(checkpoints("marian")), "de", "zh-CN")
-    verdict = adaptation.adapt(tmp_path / "s", [tm], chinese, vanilla=True)
+    verdict = adaptation.adapt(tmp_path / "s", [tm], chinese, adaptation.KNN_MT)
     assert verdict is not None
     assert "|tok:zh|" in verdict.comparison.bleu_signature
 
@@ -516,9 +583,9 @@ def test_a_target_language_that_cannot_be_scored_is_refused_before_anything_is_b
     monkeypatch.setattr(tokenizer_ja_mecab, "MeCab", None)
     japanese = models.load(str(checkpoints("marian")), "de", "ja")
     with pytest.raises(InputError, match=r"pip install 'sacrebleu\[ja\]'"):
-        adaptation.adapt(tmp_path / "s", [tm], japanese, vanilla=True)
+        adaptation.adapt(tmp_path / "s", [tm], japanese, adaptation.KNN_MT)
     assert not (tmp_path / "s").exists()
-    assert adaptation.adapt(tmp_path / "s", [tm], japanese, vanilla=True, hold_out=0) is None
+    assert adaptation.adapt(tmp_path / "s", [tm], japanese, adaptation.KNN_MT, hold_out=0) is None
 
 
 @pytest.mark.parametrize(

@@ -562,12 +562,15 @@ def test_a_finished_training_is_not_done_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"seed": 1}, {"learning_rate": 2e-3}, {"refresh": 7}, {"inner": 20}, {"centre_term": 0.0}]
+    "change",
+    [{"seed": 1}, {"learning_rate": 2e-3}, {"refresh": 7}, {"inner": 20}, {"centre_term": 0.0}, {"steps": 60}],
 )
 def test_resuming_with_other_settings_is_refused(change: dict[str, float], tmp_path: Path) -> None:
-    train(*confusable(0), replace(SHORT, steps=10), accuracy_of, tmp_path / "run")
+    """Also with other steps, on which the learning rate of each depends."""
+    settings = replace(SHORT, steps=10)
+    train(*confusable(0), settings, accuracy_of, tmp_path / "run")
     with pytest.raises(InputError, match=r"run: a training with other settings is half-finished here; delete it"):
-        train(*confusable(0), replace(SHORT, steps=10, **change), accuracy_of, tmp_path / "run")
+        train(*confusable(0), replace(settings, **change), accuracy_of, tmp_path / "run")
 
 
 def test_resuming_on_other_entries_is_refused(tmp_path: Path) -> None:
@@ -579,11 +582,11 @@ def test_resuming_on_other_entries_is_refused(tmp_path: Path) -> None:
             train(*other, replace(SMALL, steps=20), accuracy_of, tmp_path / "run")
 
 
-def test_a_longer_training_takes_up_a_shorter_one(tmp_path: Path) -> None:
-    train(*confusable(0), replace(SMALL, steps=20), accuracy_of, tmp_path / "run")
-    reported: list[Step] = []
-    train(*confusable(0), replace(SMALL, steps=60), accuracy_of, tmp_path / "run", reported.append)
-    assert [step.step for step in reported] == [40, 60]
+def test_centres_that_a_checkpoint_has_are_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(*confusable(0), SHORT, accuracy_of, tmp_path / "run", interrupt_at(20))
+    monkeypatch.setattr(adapters, "class_centres", None)
+    assert train(*confusable(0), SHORT, accuracy_of, tmp_path / "run").curve[-1].step == 40
 
 
 def test_settings_are_noted_in_full() -> None:

@@ -724,6 +724,95 @@ def test_too_few_candidates_are_shared(table: Pairs) -> None:
         table.hold_out(-1, 3, 0)
 
 
+def test_a_tuning_pair_whose_source_or_target_is_among_the_others_is_left_out_and_counted(table: Pairs) -> None:
+    table.add([pair(f"s{i}", f"t{i}") for i in range(40)], Tally())
+    table.hold_out(0, 1, 0)
+    ((_, tested),) = table.each("test")
+    new, tally = pair("neu", "new", 1), Tally()
+    alike = [
+        pair("s0", "t0", 2), pair(" S1", "other", 3), pair("andere", "T2 ", 4), pair("s3", "t4", 5),
+        pair(tested.source, "other", 6),
+    ]  # fmt: skip
+    sides = pair("t5", "s5", 7)  # a source is not compared with targets
+    assert table.add([new, *alike, sides, new], tally, "tune") == range(40, 42)
+    assert [p for _, p in table.each("tune")] == [new, sides]
+    assert (table.count("stored"), table.count("test")) == (39, 1)
+    assert {reason: (skip.count, skip.first) for reason, skip in tally.skipped.items()} == {
+        "tuning pair whose source or target is in the translation memory too": (5, "a.tsv:2"),
+        "duplicate": (1, "a.tsv:1"),
+    }
+    assert tally.kept == 2
+    with pytest.raises(InputError, match=r"a\.tsv:3: tuning pair whose source or target is in the translation"):
+        table.add([pair("x", "y", 1), alike[1]], Tally(strict=True), "tune")
+    assert table.count("tune") == 2
+
+
+def hold_out_two(table: Pairs) -> tuple[tuple[int, Pair], tuple[int, Pair]]:
+    """The tuning pair and the test pair of forty."""
+    table.add([pair(f"s{i}", f"t{i}", i + 1) for i in range(40)], Tally())
+    table.hold_out(1, 1, 0)
+    (tune,), (test,) = table.each("tune"), table.each("test")
+    return tune, test
+
+
+def test_a_held_out_pair_that_is_added_is_stored_from_then_on(table: Pairs) -> None:
+    (tune, first), (test, second) = hold_out_two(table)
+    tally = Tally()
+    asked = [replace(p, origin=Origin("new.tsv")) for p in (second, first)]
+    assert table.add([*asked, pair("s", "t"), *asked], tally) == range(40, 43)
+    assert list(table.each("stored", after=39)) == [(40, second), (41, first), (42, pair("s", "t"))]
+    assert (table.count("tune"), table.count("test"), table.count()) == (0, 0, 41)
+    assert table.get([tune, test]) == {}  # an id is of one set of entries, and these had none
+    assert (tally.kept, tally.skipped["duplicate"].count) == (3, 2)
+
+
+def test_a_held_out_pair_like_one_that_is_added_is_stored_too(table: Pairs) -> None:
+    (_, first), (_, second) = hold_out_two(table)
+    tally, new = Tally(), [pair(f" {first.source.upper()} ", "other"), pair("a", "b"), pair("andere", second.target)]
+    assert table.add(new, tally) == range(40, 45)
+    assert [p for _, p in table.each("stored", after=39)] == [first, *new[:2], second, new[2]]
+    assert (table.count("tune"), table.count("test"), table.count()) == (0, 0, 43)
+    assert (tally.kept, tally.skipped) == (3, {})
+
+
+def test_a_tuning_pair_from_elsewhere_like_one_that_is_added_is_forgotten(table: Pairs) -> None:
+    """It was never in the memory, and is not to be."""
+    table.add([pair(f"s{i}", f"t{i}") for i in range(40)], Tally())
+    table.hold_out(0, 1, 0)
+    ((_, tested),) = table.each("test")
+    table.add([pair(f"u{i}", f"v{i}", i) for i in range(4)], Tally(), "tune")
+    new = [pair("u0", "v0"), pair("U1", "other"), pair("andere", "V2"), pair("S", tested.target)]
+    assert table.add(new, Tally(), tuned_apart=True) == range(44, 49)
+    assert [p for _, p in table.each("stored", after=43)] == [*new[:3], tested, new[3]]
+    assert [p for _, p in table.each("tune")] == [pair("u3", "v3", 3)]
+    assert table.count("test") == 0
+
+
+@given(
+    st.lists(st.tuples(near_text, near_text), max_size=60),
+    st.lists(st.tuples(near_text, near_text), max_size=60),
+    st.integers(0, 3),
+)
+@settings(deadline=None, max_examples=50)
+def test_nothing_held_out_is_like_a_stored_pair_whatever_is_added(
+    before: list[tuple[str, str]], after: list[tuple[str, str]], seed: int
+) -> None:
+    alone = [(f"s{i}", f"t{i}") for i in range(20)]
+    after = [*after, *alone[:2]]
+    with tempfile.TemporaryDirectory() as folder, Pairs.create(Path(folder) / "p") as table:
+        table.add([pair(s, t) for s, t in before + alone], Tally())
+        table.hold_out(5, 5, seed)
+        ids = table.add([pair(s, t) for s, t in after], Tally())
+        by_role = {role: [p for _, p in table.each(role)] for role in ("stored", "tune", "test")}
+        everything = [p for pairs in by_role.values() for p in pairs]
+        assert len(everything) == table.count()
+        assert sorted(texts(everything)) == sorted({*before, *alone, *after})  # each once, as if added at once
+        assert {number for number, _ in table.each("stored") if number in ids} == set(ids)
+        for p in by_role["tune"] + by_role["test"]:
+            assert not {fold(q.source) for q in by_role["stored"]} & {fold(p.source)}
+            assert not {fold(q.target) for q in by_role["stored"]} & {fold(p.target)}
+
+
 def test_rows_may_change_while_they_are_read(table: Pairs) -> None:
     table.add([pair(f"s{i}", "t") for i in range(1200)], Tally())
     seen = []
@@ -756,6 +845,12 @@ def test_open_refuses_what_is_not_a_table(tmp_path: Path) -> None:
         Pairs.open(path)
     with pytest.raises(DatastoreError, match=r"the folder .* does not exist"):
         Pairs.create(tmp_path / "no" / "p")
+
+
+def test_a_table_that_goes_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda _: True)
+    with pytest.raises(DatastoreError, match=r"gone: cannot be opened \(unable to open database file\)"):
+        Pairs.open(tmp_path / "gone")
 
 
 def test_open_is_for_reading_unless_asked(tmp_path: Path) -> None:

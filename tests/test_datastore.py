@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from clknn.model import Model
 from clknn.translator import Translator
 
 ROWS = tiny.pairs(40)
+UNSEEN = tiny.pairs(8, seed=5)
 QUICK = AdapterSettings(steps=4, validate_every=2, batch=32)
 Made = Callable[..., Path]
 
@@ -219,6 +221,62 @@ def test_a_pair_that_is_there_already_is_not_added_again(made: Made, model: Mode
     assert verify(path) == []
 
 
+def held_out(path: Path) -> dict[str, list[Pair]]:
+    with open_datastore(path) as opened:
+        return {role: [pair for _, pair in opened.pairs.each(role)] for role in ("tune", "test")}
+
+
+@pytest.mark.parametrize("role", ["tune", "test"])
+def test_a_held_out_pair_that_is_added_gets_its_entries(store: Path, model: Model, role: str) -> None:
+    before, held, tally = entries(store), held_out(store), Tally()
+    manifest = read_manifest(store)
+    added = held[role][1]
+    (number,) = datastore.add(store, [added], model, tally)
+    (tokens,) = model.tokenise_targets([added.target])
+    new = [(added.source, added.target, place, token) for place, token in enumerate(tokens)]
+    assert entries(store) == before + new
+    assert (tally.kept, tally.skipped) == (1, {})
+    assert held_out(store) == held | {role: [pair for pair in held[role] if pair != added]}
+    after = read_manifest(store)
+    assert (after.stored, after.entries) == (manifest.stored + 1, manifest.entries + len(new))
+    counts = manifest.measured["build"]["held out"]
+    assert after.measured["build"]["held out"] == counts | {role: counts[role] - 1}
+    assert verify(store) == []
+    with open_datastore(store) as opened:
+        assert opened.pair_ids[-1] == number
+    datastore.remove(store, [number])
+    assert entries(store) == before
+
+
+def test_a_held_out_pair_like_an_added_one_is_stored_with_it(store: Path, model: Model) -> None:
+    held, before = held_out(store), entries(store)
+    like = Pair(held["tune"][0].source.upper(), "cat cat", ROWS[0].origin)
+    assert len(datastore.add(store, [like], model)) == 2
+    assert {row[0] for row in entries(store)} - {row[0] for row in before} == {like.source, held["tune"][0].source}
+    assert held_out(store) == held | {"tune": held["tune"][1:]}
+    assert verify(store) == []
+
+
+def test_a_tuning_pair_of_a_file_of_its_own_is_not_stored_with_one_like_it(model: Model, tmp_path: Path) -> None:
+    files = [tiny.write_tsv(tmp_path / f"{name}.tsv", rows) for name, rows in (("tm", ROWS), ("dev", UNSEEN))]
+    adaptation.adapt(tmp_path / "s", [files[0]], model, adaptation.KNN_MT, 0, tune_on=[files[1]])
+    like = Pair(UNSEEN[3].source.upper(), "cat cat", ROWS[0].origin)
+    assert len(datastore.add(tmp_path / "s", [like, UNSEEN[5]], model)) == 2
+    assert {row[0] for row in entries(tmp_path / "s")} == {p.source for p in (*ROWS, like, UNSEEN[5])}
+    kept = [p.source for i, p in enumerate(UNSEEN) if i not in (3, 5)]
+    assert [p.source for p in held_out(tmp_path / "s")["tune"]] == kept
+    assert read_manifest(tmp_path / "s").measured["build"]["held out"]["tune"] == len(kept)
+
+
+def test_held_out_pairs_can_be_removed_and_are_not_counted_any_more(store: Path) -> None:
+    with open_datastore(store) as opened:
+        ids = [number for role in ("tune", "test") for number, _ in opened.pairs.each(role)]
+    before = entries(store)
+    assert datastore.remove(store, ids) == len(ids)
+    assert entries(store) == before
+    assert read_manifest(store).measured["build"]["held out"] == {"tune": 0, "test": 0}
+
+
 @pytest.mark.parametrize("gone", [[0], [39], [3, 4, 30], list(range(39))])
 def test_remove_equals_never_having_had(made: Made, model: Model, gone: list[int]) -> None:
     path, never = made(ROWS), made([row for i, row in enumerate(ROWS) if i not in gone], "never")
@@ -276,7 +334,7 @@ def change(path: Path, model: Model, kind: str) -> None:
         datastore.remove(path, [next(iter(open_ids(path)))])
 
 
-def killed(*_: object) -> None:
+def killed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
@@ -313,7 +371,7 @@ def test_a_change_killed_before_it_is_committed_never_happened(
 
 @pytest.mark.parametrize(
     ("kind", "killed_in"),
-    [("add", "add"), ("add", "force_decode"), ("add", "mark_of"), ("remove", "remove"), ("remove", "mark_of")],
+    [("add", "add"), ("add", "blocks"), ("add", "mark_of"), ("remove", "remove"), ("remove", "mark_of")],
 )
 def test_what_a_killed_change_left_is_swept_away_by_the_next(
     store: Path, model: Model, kind: str, killed_in: str, monkeypatch: pytest.MonkeyPatch
@@ -380,6 +438,55 @@ def test_a_reader_keeps_what_it_opened_while_others_change_it(made: Made, model:
         datastore.remove(path, list(range(20)))
         datastore.add(path, tiny.pairs(50)[45:], model)
         assert neighbours(opened, model, ROWS) == before
+
+
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [
+        (datastore, "_parse"), (datastore, "array"), (datastore.projections, "read"), (datastore.indices, "read"),
+        (Pairs, "open"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("changes", [1, 2])
+def test_a_reader_that_comes_while_others_change_it_opens_one_state_of_it(
+    made: Made, model: Model, home: Any, name: str, changes: int
+) -> None:
+    """The writer commits, and sweeps what the reader was about to open."""
+    path, original = made(ROWS), getattr(home, name)
+    named: set[str] = set()
+    with pytest.MonkeyPatch.context() as patched:
+
+        def overtaken(*given: Any) -> Any:
+            patched.undo()
+            answer = original(*given) if name == "_parse" else None
+            for i in range(changes):  # the same number of entries again, under other names
+                named.update(mark.name for mark in read_manifest(path).files.values())
+                datastore.add(path, [ROWS[0]], model) if i else datastore.remove(path, [0])
+            return answer or original(*given)
+
+        patched.setattr(home, name, overtaken)
+        opened = open_datastore(path, model)
+    with opened:
+        assert opened.manifest == read_manifest(path)
+        assert opened.entries == opened.manifest.entries
+        assert not named & {opened.manifest.files[part].name for part in ("states", "keys", "index", "text")}
+        with open_datastore(path) as afterwards:
+            assert neighbours(opened, model, ROWS) == neighbours(afterwards, model, ROWS)
+
+
+def test_a_reader_that_is_always_overtaken_gives_up(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[datastore.Manifest] = []
+
+    def another(path: Path) -> datastore.Manifest:
+        manifest = replace(datastore._parse(path / "manifest.json"), stored=len(seen))
+        seen.append(manifest)
+        return manifest
+
+    a_file(store, "index").unlink()
+    monkeypatch.setattr(datastore, "read_manifest", another)
+    with pytest.raises(DatastoreError, match=r"index\.faiss: nothing where the manifest has"):
+        open_datastore(store)
+    assert len(seen) == datastore.OPENINGS + 1
 
 
 def test_one_writer_at_a_time(store: Path, model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,10 +35,10 @@ per_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 per_beam = pytest.mark.parametrize("beam", BEAMS)
 
 
-def vanilla_store(path: Path, rows: list[Pair], model: Model) -> Datastore:
+def vanilla_store(path: Path, rows: list[Pair], model: Model, hold_out: int = 0) -> Datastore:
     """Raw states, squared L2, exact: the datastore with nothing between it and the law."""
     file = tiny.write_tsv(path.with_suffix(".tsv"), rows)
-    adaptation.build(path, [file], model, hold_out=0)
+    adaptation.build(path, [file], model, hold_out)
     adaptation.project(path, model, vanilla=True)
     return datastore.open_datastore(path, model)
 
@@ -389,6 +390,42 @@ def test_8_remove_equals_never_having_had(load: Load, family: str, tmp_path: Pat
         a = Translator(model, had, mixing, Decoding(1)).translate(texts)
         b = Translator(model, never, mixing, Decoding(1)).translate(texts)
         assert [t.text for t in a] == [t.text for t in b]
+
+
+@per_family
+def test_8_holds_where_pairs_are_held_out(load: Load, family: str, tmp_path: Path) -> None:
+    """The choice of those depends on the pairs alone: with these two among them, it falls on them."""
+    model = load(family)
+    whole = vanilla_store(tmp_path / "whole", STORED, model, hold_out=1)
+    held = {pair for role in ("tune", "test") for _, pair in whole.pairs.each(role)}
+    held_out = [p for p in STORED if p.source in {pair.source for pair in held}]
+    assert len(held_out) == 2
+    others = [p for p in STORED if p not in held_out]
+    few = vanilla_store(tmp_path / "few", held_out + others[:20], model, hold_out=1)
+
+    shutil.copytree(few.path, tmp_path / "changed")
+    datastore.add(tmp_path / "changed", others[20:], model)
+    assert_same(tmp_path / "changed", whole)
+    with datastore.open_datastore(tmp_path / "changed") as grown:
+        late = [number for number, pair in grown.pairs.each("stored") if pair.source in {p.source for p in others[20:]}]
+    datastore.remove(tmp_path / "changed", late)
+    assert_same(tmp_path / "changed", few)
+
+    # What was held out and is added is stored, as if nothing had been held out.
+    datastore.add(tmp_path / "changed", [*held_out, *others[20:]], model)
+    assert_same(tmp_path / "changed", vanilla_store(tmp_path / "all", STORED, model))
+
+
+def assert_same(path: Path, built: Datastore) -> None:
+    """The same entries with the same keys, and the same pairs in every role, whatever their order and ids."""
+    with datastore.open_datastore(path) as ours:
+        (rows, keys), (rows_built, keys_built) = contents(ours), contents(built)
+        order, order_built = (sorted(range(len(r)), key=r.__getitem__) for r in (rows, rows_built))
+        assert [rows[i] for i in order] == [rows_built[i] for i in order_built]
+        np.testing.assert_allclose(keys[order], keys_built[order_built], atol=2e-3)
+        for role in ("stored", "tune", "test"):
+            assert {p.source for _, p in ours.pairs.each(role)} == {p.source for _, p in built.pairs.each(role)}
+    assert not datastore.verify(path)
 
 
 # -- law 9 -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -152,6 +153,82 @@ def test_a_run_stopped_anywhere_and_resumed_writes_the_same_bytes(tmp_path: Path
     assert write_states(resumed, stream(TARGETS), tmp_path / "parts", Tally(), window=2) == whole
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     assert sum(len(t) for _, t in resumed.batches) == len(TARGETS) - stop // 2 * 2  # what was done is not done again
+
+
+def ends(progress: list[Progress]) -> list[int | None]:
+    return [p.last_pair for p in progress]
+
+
+@pytest.mark.parametrize("read_ahead", [1, 2, 256])
+@pytest.mark.parametrize(
+    ("window", "tokens", "expected"),
+    [
+        (4096, 4096, [5]), (4096, 6, [1, 2, 4, 5]), (4096, 7, [1, 2, 4, 5]), (4096, 1, [0, 1, 2, 3, 4, 5]),
+        (2, 9, [1, 2, 4, 5]), (3, 15, [2, 5]), (3, 14, [2, 5]), (3, 13, [1, 4, 5]),
+    ],
+)  # fmt: skip
+def test_a_window_ends_at_its_pairs_or_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_ahead: int, window: int, tokens: int, expected: list[int]
+) -> None:
+    """Tokens are 4, 2, 8, 2, 3 and 4 on either side; a pair with more than there may be stands alone."""
+    monkeypatch.setattr(states, "READ_AHEAD", read_ahead)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "windows").mkdir()
+    seen: list[Progress] = []
+    write_states(Letters(), stream(TARGETS), tmp_path / "whole", Tally())
+    write_states(Letters(), stream(TARGETS), tmp_path / "windows", Tally(), seen.append, window, tokens)
+    assert ends(seen) == expected
+    assert contents(tmp_path / "windows") == contents(tmp_path / "whole")
+
+
+def test_a_window_ends_at_the_tokens_of_sources_too(tmp_path: Path) -> None:
+    """What is read ahead of them is in memory as well."""
+    seen: list[Progress] = []
+    pairs = [(i, Pair("long" * 2, "t", Origin("f"))) for i in range(5)]
+    write_states(Letters(), lambda _: iter(pairs), tmp_path, Tally(), seen.append, tokens=16)
+    assert ends(seen) == [1, 3, 4]
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3])
+def test_windows_end_in_the_same_places_after_a_resume(tmp_path: Path, killed_at: int) -> None:
+    """What a state is can depend on its batch, in its last bits."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    whole, parts = list[Progress](), list[Progress]()
+    write_states(Letters(), stream(TARGETS), tmp_path / "whole", Tally(), whole.append, tokens=7)
+
+    def advance(progress: Progress) -> None:
+        parts.append(progress)
+        if len(parts) == killed_at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_states(Letters(), stream(TARGETS), tmp_path / "parts", Tally(), advance, tokens=7)
+    write_states(Letters(), stream(TARGETS), tmp_path / "parts", Tally(), parts.append, tokens=7)
+    assert parts == whole
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+class Wide(Letters):
+    """Many states at no cost."""
+
+    width = 256
+
+    def force(self, sources: list[Tokens], targets: list[Tokens], with_log_p: bool = False) -> Forced:  # noqa: ARG002
+        return Forced(torch.zeros(sum(map(len, targets)), self.width), None)
+
+
+def test_memory_holds_the_states_of_one_window_once(tmp_path: Path) -> None:
+    """Neither a second copy for the file nor the window before."""
+    tokens = 20_000
+    tracemalloc.start()
+    try:
+        pair = Pair("s", "abcdefghi", Origin("f"))
+        write_states(Wide(), lambda _: ((i, pair) for i in range(6_000)), tmp_path, Tally(), tokens=tokens)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.7 * tokens * Wide.width * 2
 
 
 @pytest.mark.parametrize("file", FILES)

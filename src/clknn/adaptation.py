@@ -2,8 +2,8 @@
 
 In go a user's files and a model; out comes a finished datastore and the verdict a customer wants before committing.
 Each stage reads what the one before it left in the directory, writes its own files, and notes its options and what it
-measured in the manifest; a stage that is already done with the same options is passed over. The trade-off: each stage
-force-decodes the few hundred held-out pairs again, some seconds, and so needs nothing from any other.
+measured in the manifest; a stage already done on the same entries with the same options is passed over. The trade-off:
+each stage force-decodes the few hundred held-out pairs again, some seconds, and so needs nothing from any other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from clknn import index as indices
 from clknn import model as models
 from clknn import projection as projections
 from clknn.adapter import Adapter, AdapterSettings, Step, Trained
-from clknn.corpus import Pair, Pairs, Role, Skip, Tally, read_pairs
+from clknn.corpus import LIKE_OTHERS, Pair, Pairs, Role, Skip, Tally, read_pairs
 from clknn.datastore import Datastore, Manifest
 from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, refuse_unscorable, retrieval_accuracy, timed
@@ -106,7 +106,7 @@ def build(
     """Reads pairs from `files`, holds some out, force-decodes the rest. Resumes where an earlier call was killed.
 
     `hold_out` pairs are kept for tuning and as many for the verdict; they are never in the datastore. Pairs for tuning
-    can come from files of their own, `tune_on`, instead.
+    can come from files of their own, `tune_on`, instead; those like a pair of `files` are left out.
     """
     tally = tally or Tally()
     asked = {"files": [_file_mark(file) for file in files], "hold_out": hold_out, "seed": seed}
@@ -177,6 +177,8 @@ def _read_text(
         record.hold_out(0 if tune_on else hold_out, hold_out, seed)
         if tune_on:
             record.add(read_pairs(tune_on, *languages, tally), tally, "tune")
+            if not record.count("tune"):
+                raise InputError(f"{tune_on[0]}: no pair to tune on is left; {'; '.join(tally.lines()[1:])}")
 
 
 def _take_up(tally: Tally, before: dict[str, Any]) -> None:
@@ -207,7 +209,10 @@ def _force_decode(path: Path, draft: Manifest, model: Model, tally: Tally, repor
     if not progress.entries:
         raise InputError(f"{path}: no pair fits the model; {'; '.join(tally.lines()[1:])}")
     seconds = time.perf_counter() - started
-    measured = {"seconds": round(seconds, 1), "held out": held_out, "tally": tally.lines()}
+    measured: dict[str, Any] = {"seconds": round(seconds, 1), "held out": held_out, "tally": tally.lines()}
+    if draft.options["build"]["tune_on"]:
+        left_out = tally.skipped.get(LIKE_OTHERS)
+        measured["tuning pairs left out"] = left_out.count if left_out else 0
     marks = {name: stores.mark_of(path / f"{name}.npy") for name in stores.ENTRY_FILES}
     marks["text"] = stores.mark_of(path / "text.sqlite")
     draft = draft.having(
@@ -226,7 +231,7 @@ def train(
 ) -> Trained | None:
     """Trains the adapter on this datastore's states, or on another's (the paper's out-of-domain setting).
 
-    None: it was trained with these settings before.
+    None: it was trained on these entries with these settings before.
     """
     recipe = CKMT if isinstance(settings, CkmtSettings) else CONTRASTIVE
     asked = {"recipe": recipe, **asdict(settings), "states of": None if states_of is None else str(states_of)}
@@ -238,10 +243,11 @@ def train(
 
     with stores.writing(path):
         manifest = _begun(path, model)
+        teacher = manifest if states_of is None else _begun(states_of, model)
+        asked["entries"] = _entries(teacher)
         if manifest.options.get("train") == asked and "adapter" in manifest.files:
             checkpoint.unlink(missing_ok=True)
             return None
-        teacher = manifest if states_of is None else _begun(states_of, model)
         home = path if states_of is None else states_of
         states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
         held_out = force_held_out(home, teacher, model, "tune")
@@ -333,6 +339,7 @@ def project(
     asked["refined"] = None if refined is None else asdict(refined)
     with stores.writing(path):
         manifest = _begun(path, model)
+        asked["entries"] = _entries(manifest)
         asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
         if manifest.options.get("project") == asked and "index" in manifest.files:
             return manifest
@@ -568,6 +575,11 @@ def _begun(path: Path, model: Model) -> Manifest:
         manifest = stores.read_manifest(path)  # says what is there and what is missing
     stores.check_model(path, manifest, model)
     return manifest
+
+
+def _entries(manifest: Manifest) -> dict[str, str]:
+    """Which entries a stage worked on: after they change, by `add` or `remove`, it is not done any more."""
+    return {name: manifest.files[name].blake2b for name in ("states", "values")}
 
 
 def _file_mark(file: Path) -> dict[str, Any]:

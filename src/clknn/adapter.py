@@ -343,10 +343,11 @@ def train(
         )
     classes = Classes.of(values)
     run = _Run(_fresh_adapter(states, settings), settings, values)
-    rng = torch.Generator().manual_seed(settings.seed)
-    centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
     if checkpoint is not None and checkpoint.exists():
         centres = run.resume(checkpoint)
+    else:
+        rng = torch.Generator().manual_seed(settings.seed)
+        centres = class_centres(run.adapter, states, classes, settings.centre_entries, rng)
 
     def learn(step: int, rng: torch.Generator) -> float:
         nonlocal centres
@@ -413,10 +414,8 @@ class _Run(Training):
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
             notes = json.loads(file.metadata()["run"])
-        # Training longer than before is the same training; anything else would be another.
-        before = notes["settings"] | {"steps": self.settings.steps}
-        for what, same in ("settings", before == asdict(self.settings)), ("entries", notes["entries"] == self.entries):
-            if not same:
+        for what, mine in ("settings", asdict(self.settings)), ("entries", self.entries):
+            if notes[what] != mine:
                 raise InputError(f"{path}: a training with other {what} is half-finished here; delete it to start over")
         now = Adapter.of({k.removeprefix("now."): v for k, v in tensors.items() if k.startswith("now.")})
         assert now is not None

@@ -34,6 +34,7 @@ LONGEST = 5_000  # characters in either segment; a longer one is no sentence, an
 LARGEST = 10_000_000  # bytes in one line of text or one translation unit; libxml2 bounds a text node alike
 
 Role = Literal["stored", "tune", "test"]
+LIKE_OTHERS = "tuning pair whose source or target is in the translation memory too"  # why `Pairs.add` skips one
 
 # C0 controls and DEL, lone surrogates, two non-characters: all but DEL cannot be written as XML 1.0.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
@@ -228,7 +229,10 @@ class Pairs:
         if not path.is_file():
             raise DatastoreError(f"{path}: missing; the datastore is incomplete, build it again")
         uri = f"{path.resolve().as_uri()}?mode={'rw' if write else 'ro'}"
-        connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        try:
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        except sqlite3.OperationalError as error:
+            raise DatastoreError(f"{path}: cannot be opened ({error}); make it readable, or build again") from error
         try:
             (application,) = connection.execute("PRAGMA application_id").fetchone()
             (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -263,11 +267,30 @@ class Pairs:
         (next_id,) = self._connection.execute("SELECT next_id FROM counter").fetchone()
         return int(next_id)
 
-    def add(self, pairs: Iterable[Pair], tally: Tally, role: Role = "stored") -> range:
-        """Take in the pairs that are new and return their ids; all of them, or none if anything is raised."""
+    def add(
+        self,
+        pairs: Iterable[Pair],
+        tally: Tally,
+        role: Literal["stored", "tune"] = "stored",
+        tuned_apart: bool = False,
+    ) -> range:
+        """Take in the pairs that are new and return their ids; all of them, or none if anything is raised.
+
+        Nothing held out is like a stored pair, with the same folded source or the same folded target. A pair to tune on
+        that is like a pair of another role is skipped. A held-out pair like a new stored one is stored as well, as if
+        both had been there from the start; its new id is among those returned. But `tuned_apart` says that all pairs
+        to tune on came from files of their own: these are then forgotten.
+        """
         with self._transaction():
             first = next_id = self.next_id
-            for pair in pairs:
+            kept = 0
+            held_out = self._held_out() if role == "stored" else {}
+            for pair in self._unlike_others(pairs, tally) if role == "tune" else pairs:
+                before, digest = next_id, _digest(pair.source, pair.target)
+                folds = _digest(fold(pair.source)), _digest(fold(pair.target))
+                for side in enumerate(folds):
+                    for like in held_out.pop(side, ()):
+                        next_id += self._release(like, next_id, tuned_apart)
                 added = self._connection.execute(
                     "INSERT INTO pairs (id, source, target, file, unit, line, role, source_fold, target_fold,"
                     " digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING",
@@ -279,18 +302,53 @@ class Pairs:
                         pair.origin.unit,
                         pair.origin.line,
                         role,
-                        _digest(fold(pair.source)),
-                        _digest(fold(pair.target)),
-                        _digest(pair.source, pair.target),
+                        *folds,
+                        digest,
                     ),
                 )
-                if added.rowcount == 1:
-                    next_id += 1
+                next_id += added.rowcount
+                if added.rowcount or self._id_of(digest) >= before:  # the latter was held out until now
+                    kept += 1
                 else:
                     tally.skip("duplicate", str(pair.origin))
             self._connection.execute("UPDATE counter SET next_id = ?", (next_id,))
-        tally.kept += next_id - first
+        tally.kept += kept
         return range(first, next_id)
+
+    def _held_out(self) -> dict[tuple[int, bytes], list[int]]:
+        """The ids of held-out pairs by (0, folded source) and by (1, folded target)."""
+        ids: dict[tuple[int, bytes], list[int]] = {}
+        query = "SELECT id, source_fold, target_fold FROM pairs WHERE role != 'stored'"
+        for number, *folds in self._connection.execute(query):
+            for side in enumerate(folds):
+                ids.setdefault(side, []).append(number)
+        return ids
+
+    def _release(self, number: int, new: int, tuned_apart: bool) -> int:
+        """Stores a held-out pair under a new id, or forgets it; how many were stored. It may be done already."""
+        if tuned_apart:
+            self._connection.execute("DELETE FROM pairs WHERE id = ? AND role = 'tune'", (number,))
+        stored = "UPDATE pairs SET id = ?, role = 'stored' WHERE id = ? AND role != 'stored'"
+        return self._connection.execute(stored, (new, number)).rowcount
+
+    def _id_of(self, digest: bytes) -> int:
+        (number,) = self._connection.execute("SELECT id FROM pairs WHERE digest = ?", (digest,)).fetchone()
+        return int(number)
+
+    def _unlike_others(self, pairs: Iterable[Pair], tally: Tally) -> Iterator[Pair]:
+        # Tuning pairs are few and fit in memory, and so the table is read once. For 1,000,000 pairs of 140 characters
+        # that takes 0.5 s; indexes on both folds would take every build 1 s and 50 MB (two-core x86-64, one thread).
+        arriving = [(pair, _digest(fold(pair.source)), _digest(fold(pair.target))) for pair in pairs]
+        sources, targets = {source for _, source, _ in arriving}, {target for _, _, target in arriving}
+        there = "SELECT source_fold, target_fold FROM pairs WHERE role != 'tune'"
+        for source, target in self._connection.execute(there):
+            sources.discard(source)
+            targets.discard(target)
+        for pair, source, target in arriving:
+            if source in sources and target in targets:
+                yield pair
+            else:
+                tally.skip(LIKE_OTHERS, str(pair.origin))
 
     def remove(self, ids: Iterable[int]) -> int:
         """Forget these pairs; how many there were. Their ids are not used again."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from clknn import index as indices
 from clknn import projection as projections
-from clknn.corpus import Pair, Pairs, Tally
+from clknn.corpus import Pair, Pairs, Role, Tally
 from clknn.errors import DatastoreError, InputError, ModelError
 from clknn.index import Index
 from clknn.methods.adaptive import MetaK
@@ -42,9 +42,10 @@ from clknn.methods.kster import Kernel
 from clknn.mixing import Combiner, Mixing, Neighbours
 from clknn.model import Model
 from clknn.projection import Projection
-from clknn.states import WINDOW, GrowingArray, Progress, force_decode, write_atomically
+from clknn.states import GrowingArray, Progress, blocks, write_atomically
 
 FORMAT = 1
+OPENINGS = 10  # times that a reader is overtaken by a writer before it gives up
 ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
 # What a killed or refused change can leave behind; SQLite would play a journal that is left into the next file of
 # that name.
@@ -203,13 +204,29 @@ def check_model(path: Path, manifest: Manifest, model: Model) -> None:
 
 def open_datastore(path: Path, model: Model | None = None) -> Datastore:
     """Opens a finished datastore for reading; with `model`, only if it was built with that model."""
-    manifest = read_manifest(path)
-    if model is not None:
-        check_model(path, manifest, model)
+    manifest, attempts = read_manifest(path), 0
+    while True:
+        if model is not None:
+            check_model(path, manifest, model)
+        try:
+            return _opened(path, manifest)
+        except DatastoreError:
+            # A writer may have committed since the manifest was read, and swept what it names. What could be opened is
+            # of one state: a name is not given twice.
+            before, manifest, attempts = manifest, read_manifest(path), attempts + 1
+            if manifest == before or attempts == OPENINGS:
+                raise
+
+
+def _opened(path: Path, manifest: Manifest) -> Datastore:
     for mark in manifest.files.values():
         file = path / mark.name
-        if not file.exists() or file.stat().st_size != mark.bytes:
-            found = f"{file.stat().st_size:,} bytes" if file.exists() else "nothing"
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError:
+            size = None
+        if size != mark.bytes:
+            found = "nothing" if size is None else f"{size:,} bytes"
             raise DatastoreError(f"{file}: {found} where the manifest has {mark.bytes:,}; restore it, or build again")
     arrays = {name: array(path, manifest, name) for name in ("keys", "values", "pairs", "positions")}
     projection = projections.read(path / manifest.files["projection"].name)
@@ -258,11 +275,11 @@ def array(path: Path, manifest: Manifest, name: str) -> npt.NDArray[Any]:
 
 
 def fresh(path: Path, name: str, suffix: str) -> Path:
-    """A file name that no manifest has named yet."""
-    revision = 0
-    while (file := path / (f"{name}.{revision}.{suffix}" if revision else f"{name}.{suffix}")).exists():
-        revision += 1
-    return file
+    """A file name that no manifest has named yet: a reader of an earlier one must not find another's file under it."""
+    known = re.compile(rf"{name}(?:\.(\d+))?\.{suffix}")
+    revisions = [int(match[1] or 0) for file in path.iterdir() if (match := known.fullmatch(file.name))]
+    revision = max(revisions, default=-1) + 1
+    return path / (f"{name}.{revision}.{suffix}" if revision else f"{name}.{suffix}")
 
 
 def mark_of(file: Path) -> FileMark:
@@ -357,23 +374,26 @@ def _still_needed(path: Path) -> str:
 
 
 def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = None) -> range:
-    """Adds pairs, projected as the others were; gives their ids. Pairs already there are not stored again."""
+    """Adds pairs, projected as the others were; gives their ids. Pairs already stored are not stored again.
+
+    What was held out is not once it is stored: such pairs, and those like an added one, get entries and ids as well.
+    """
     tally = tally or Tally()
     with writing(path), open_datastore(path, model) as store:
         text = fresh(path, "text", "sqlite")
         shutil.copyfile(path / store.manifest.files["text"].name, text)
         with Pairs.open(text, write=True) as record, ExitStack() as open_files:
-            ids = record.add(pairs, tally)
+            ids = record.add(pairs, tally, tuned_apart=bool(store.manifest.options["build"]["tune_on"]))
             grown = {name: _copied(store, name, open_files) for name in (*ENTRY_FILES, "keys")}
             stream = islice(record.each("stored", after=ids.start - 1), len(ids))
-            while window := list(islice(stream, WINDOW)):
-                block = force_decode(model, window, tally)
+            for _, block in blocks(model, stream, tally):
                 for name in ENTRY_FILES:
                     grown[name][1].append(getattr(block, name))
                 for keys in store.projection.keys(block.states):
                     grown["keys"][1].append(keys)
-            stored = record.count("stored")
-        _finish(store, text, {name: file for name, (file, _) in grown.items()}, stored, indices.extended)
+                del block  # before the next is made: otherwise there would be two in memory
+            counts = _counts(record)
+        _finish(store, text, {name: file for name, (file, _) in grown.items()}, counts, indices.extended)
     return ids
 
 
@@ -384,7 +404,7 @@ def remove(path: Path, ids: Sequence[int]) -> int:
         shutil.copyfile(path / store.manifest.files["text"].name, text)
         with Pairs.open(text, write=True) as record:
             removed = record.remove(ids)
-            stored = record.count("stored")
+            counts = _counts(record)
         kept = np.flatnonzero(~np.isin(store.pair_ids, np.fromiter(ids, np.int64)))
         if not len(kept):
             text.unlink()
@@ -396,7 +416,7 @@ def remove(path: Path, ids: Sequence[int]) -> int:
             with GrowingArray(files[name], old.dtype, old.shape[1] if old.ndim > 1 else None, 0) as new:
                 for rows in np.array_split(kept, len(kept) // 100_000 + 1):
                     new.append(old[rows])
-        _finish(store, text, files, stored, indices.refilled)
+        _finish(store, text, files, counts, indices.refilled)
     return removed
 
 
@@ -408,8 +428,13 @@ def _copied(store: Datastore, name: str, open_files: ExitStack) -> tuple[Path, G
     return file, open_files.enter_context(grown)
 
 
+def _counts(record: Pairs) -> dict[str, int]:
+    roles: tuple[Role, ...] = "stored", "tune", "test"
+    return {role: record.count(role) for role in roles}
+
+
 def _finish(
-    store: Datastore, text: Path, files: dict[str, Path], stored: int, indexed: Callable[[Index, Any], Index]
+    store: Datastore, text: Path, files: dict[str, Path], counts: dict[str, int], indexed: Callable[[Index, Any], Index]
 ) -> None:
     """Indexes the new keys and commits; the old files stay until the new manifest stands."""
     keys = np.load(files["keys"], mmap_mode="r")
@@ -425,7 +450,17 @@ def _finish(
             f"{store.path}: its combiner asks for {store.combiner.k} neighbours and {len(keys)} entries would be left; "
             "run `clknn tune --combiner scaled` first"
         )
-    commit(store.path, replace(store.manifest, entries=len(keys), stored=stored, files=marks, mixing=mixing))
+    built = store.manifest.measured["build"]
+    held_out = {role: min(fitted, counts[role]) for role, fitted in built["held out"].items()}
+    changed = replace(
+        store.manifest,
+        entries=len(keys),
+        stored=counts["stored"],
+        measured=store.manifest.measured | {"build": built | {"held out": held_out}},
+        files=marks,
+        mixing=mixing,
+    )
+    commit(store.path, changed)
 
 
 def verify(path: Path) -> list[str]:
