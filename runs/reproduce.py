@@ -303,7 +303,7 @@ class Bench:
 
 
 def say(stage: str, done: float, total: float, note: str = "") -> None:
-    if done >= total or stage == "train":
+    if total and (done >= total or stage == "train"):
         typer.echo(f"{time.strftime('%H:%M:%S')} {stage} {done:,.0f}/{total:,.0f} {note}", err=True)
 
 
