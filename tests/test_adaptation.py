@@ -419,6 +419,27 @@ def test_other_files_or_options_are_refused_and_named(store: Path, tm: Path, mod
     assert outcome(store) == before
 
 
+def test_a_build_is_not_taken_up_in_another_precision(
+    tm: Path, model: Model, checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The fingerprint is the same, and the states would not be."""
+    path, half = tmp_path / "s", models.load(str(checkpoints("marian")), "de", "en", dtype="bfloat16")
+    assert half.fingerprint == model.fingerprint
+    with failing(states, "write_atomically", 2, KeyboardInterrupt(), True), pytest.raises(KeyboardInterrupt):
+        adaptation.build(path, [tm], model)
+    for _ in range(2):  # half-finished, and finished
+        with pytest.raises(DatastoreError, match=r"\(precision float32 and now bfloat16\); choose another --out"):
+            adaptation.build(path, [tm], half)
+        assert adaptation.build(path, [tm], model).options["build"]["precision"] == "float32"
+    draft = read_draft(path)
+    assert draft is not None
+    del draft.options["build"]["precision"]  # as it was not noted once
+    datastore.save_draft(path, draft)
+    with pytest.raises(DatastoreError, match=r"\(precision unknown and now float32\); choose another --out"):
+        adaptation.build(path, [tm], model)
+    assert adaptation.build(tmp_path / "half", [tm], half).options["build"]["precision"] == "bfloat16"
+
+
 def test_a_folder_with_other_files_is_refused_and_left_as_it_was(tm: Path, model: Model, tmp_path: Path) -> None:
     mine = tmp_path / "thesis"
     mine.mkdir()

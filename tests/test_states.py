@@ -25,7 +25,7 @@ class Letters:
     """A model whose tokens are letters: a state is (source letters, position, letter, 1), so that entries tell."""
 
     name, source_language, target_language, prefix = "letters", "de", "en", ""
-    width, vocabulary, longest, state_definition, fingerprint = 4, 128, 12, "told", "letters"
+    width, vocabulary, longest, precision, state_definition, fingerprint = 4, 128, 12, "float32", "told", "letters"
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale, self.batches = scale, list[tuple[list[Tokens], list[Tokens]]]()

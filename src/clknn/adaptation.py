@@ -111,7 +111,7 @@ def build(
     tally = tally or Tally()
     asked = {"files": [_file_mark(file) for file in files], "hold_out": hold_out, "seed": seed}
     asked["tune_on"] = [_file_mark(file) for file in tune_on]
-    asked["strict"] = tally.strict
+    asked["strict"], asked["precision"] = tally.strict, model.precision
     blank = Manifest(
         models.checkpoint_path(model.name), model.fingerprint, model.source_language, model.target_language,
         model.prefix, model.state_definition, model.width,
@@ -591,9 +591,8 @@ def _file_mark(file: Path) -> dict[str, Any]:
 
 
 def _differences(begun: dict[str, Any], asked: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {_shown(begun[name])} and now {_shown(asked[name])}" for name in asked if begun[name] != asked[name]
-    )
+    both = ((name, begun.get(name, "unknown"), now) for name, now in asked.items())
+    return ", ".join(f"{name} {_shown(then)} and now {_shown(now)}" for name, then, now in both if then != now)
 
 
 def _shown(option: Any) -> str:

@@ -109,6 +109,7 @@ class Model(Protocol):
     width: int
     vocabulary: int
     longest: int
+    precision: str  # "float32" or "bfloat16": what the states were computed in
     state_definition: str
     fingerprint: str
 
@@ -186,6 +187,7 @@ class TransformersModel:
         self.width = int(self._projection.in_features)
         self.vocabulary = int(self._projection.out_features)
         self.longest = _longest(network.config, tokenizer)
+        self.precision = str(network.dtype).removeprefix("torch.")
         self.prefix = prefix if prefix is not None else _task_prefix(network.config, source, target)
         self._target_tokenizer = _target_tokenizer(tokenizer)
         self._start, self._forced = _decoder_prompt(name, network, tokenizer, source, target)
