@@ -115,7 +115,6 @@ def _scores(systems: dict[str, Any]) -> str:
         "k, temperature, weight",
         "time, kNN-MT",
     ]
-    slow = systems["kNN-MT"]["test"]["seconds"]
     rows = []
     for name, row in systems.items():
         test, mixing = row["test"], row.get("mixing")
@@ -124,7 +123,6 @@ def _scores(systems: dict[str, Any]) -> str:
             [
                 name, f"{test['bleu']:.2f}", f"{test['chrf']:.2f}", f"{test['brevity_penalty']:.3f}",
                 _p(test["p against kNN-MT"]), _p(test["p against the best baseline"]), used,
-                f"{test['seconds'] / slow:.2f}",
             ]
         )  # fmt: skip
     best = next(iter(systems.values()))["test"]["best baseline"]

@@ -88,7 +88,6 @@ def main(
     bench.refuse_another_configuration()
     for set_name in settings["sets"]:
         bench.build(set_name)
-    for set_name in settings["sets"]:
         bench.base(set_name)
         for system in systems(settings):
             bench.cell(set_name, system)
@@ -104,7 +103,9 @@ class Bench:
         self.config, self.data, self.work = config, data, work
         self.model: Model = load_model(str(self._path(config["model"])), config["source"], config["target"])
         self.decoding = Decoding(beam=config.get("beam", 5), length_penalty=config.get("length_penalty", 1.0))
-        digest = hashlib.blake2b(json.dumps([config, self.model.fingerprint], sort_keys=True).encode(), digest_size=8)
+        # Which systems are in the table changes no cell.
+        fixed = [{key: value for key, value in config.items() if key != "systems"}, self.model.fingerprint]
+        digest = hashlib.blake2b(json.dumps(fixed, sort_keys=True).encode(), digest_size=8)
         self.signature = {
             "configuration": digest.hexdigest(),
             "model": self.model.fingerprint,
@@ -178,7 +179,10 @@ class Bench:
             return
         path, started = self.store(set_name), time.perf_counter()
         say(f"{set_name}: {system.name}", 1, 1)
-        elsewhere = self.store(self._other(set_name)) if system.elsewhere else None
+        elsewhere = None
+        if system.elsewhere:
+            self.build(self._other(set_name))
+            elsewhere = self.store(self._other(set_name))
         adaptation.represent(path, self.model, system.method, say, elsewhere)
         manifest = adaptation.tune(path, self.model, system.method.tuner, say)
         prepared = time.perf_counter() - started
