@@ -145,7 +145,18 @@ def test_evaluate_on_what_is_held_out_and_on_a_file(ready: Path, tmp_path: Path)
     assert scores["scores"]["base"]["p_bleu"] is None
     assert list(scores["retrieval_accuracy"]) == ["1", "2", "4", "8", "16", "32", "64"]
     assert scores["slowdown"] > 0
-    assert "skipped 1: longer than the model's 64 tokens (first: test.tsv:6)" in ran.err
+    assert scores["known"] == 0
+    assert "read 6 units, kept 5\nskipped 1: longer than the model's 64 tokens (first: test.tsv:6)" in ran.err
+
+
+def test_evaluate_says_how_much_of_a_file_the_datastore_holds(ready: Path, tmp_path: Path) -> None:
+    with Pairs.open(ready / "text.sqlite") as record:
+        known = [pair for _, pair in record.each("stored")][:2]
+    rows = [tiny.Pair(known[0].source.upper(), "house", tiny.Origin("x")), known[1], *tiny.pairs(3, seed=4)]
+    ran = run("evaluate", "--store", ready, tiny.write_tsv(tmp_path / "x.tsv", rows), "--beam", 1)
+    said = ran.out.splitlines()[-1]
+    assert said.startswith("on 5 segments of x.tsv: BLEU")
+    assert "; the datastore holds the source or target of 2 of them" in said
 
 
 def test_help_and_version_never_import_torch() -> None:

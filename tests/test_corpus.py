@@ -700,6 +700,13 @@ def test_too_few_candidates_are_shared(table: Pairs) -> None:
         table.hold_out(-1, 3, 0)
 
 
+def test_what_is_known_has_a_stored_source_or_target(table: Pairs) -> None:
+    table.add([pair("Haus", "house"), pair("Baum", "tree")], Tally())
+    table.add([pair("Hund", "dog")], Tally(), "test")
+    assert table.known([("HAUS", "x"), ("x", " tree"), ("Hund", "dog"), ("x", "y"), ("haus", "tree")]) == 3
+    assert table.known([]) == 0
+
+
 def test_rows_may_change_while_they_are_read(table: Pairs) -> None:
     table.add([pair(f"s{i}", "t") for i in range(1200)], Tally())
     seen = []

@@ -48,6 +48,7 @@ VALIDATION_QUERIES = 2_000
 KS = (1, 2, 4, 8, 16, 32, 64)
 CONTRASTIVE, CKMT = "contrastive", "ckmt"  # whose recipe trained an adapter, in the manifest
 OWN_PAIRS = 2_000  # of the datastore, drawn for a tuner that learns from these
+ENOUGH = 30  # segments; the bootstrap of fewer resamples the same few, and calls chance significant
 SPARE = 64  # neighbours fetched for such a pair beside those asked for, to stand in for its own entries
 
 
@@ -71,25 +72,32 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Base against datastore on segments that the datastore does not hold."""
+    """Base against datastore on segments with references."""
 
     comparison: Comparison
     slowdown: float  # time with the datastore over time without
     base: list[Translation]
     ours: list[Translation]
     references: list[str]
+    file: str | None = None  # where the segments are from; None: they were held out
+    known: int = 0  # segments whose source or target is stored
 
     def sentence(self) -> str:
         base, ours = self.comparison.scores.values()
-        p = "p < 0.001" if ours.p_bleu is not None and ours.p_bleu < 0.001 else f"p = {ours.p_bleu:.3f}"
-        text = (
-            f"on {self.comparison.segments:,} held-out segments: BLEU {base.bleu:.1f} → {ours.bleu:.1f} ({p}), "
-            f"{self.slowdown:.2f}× the time"
-        )
-        if ours.p_bleu is None or ours.p_bleu >= 0.05:
-            return text + "; this is no significant gain: the datastore does not help here"
-        if ours.bleu < base.bleu:
-            return text + "; the datastore makes it worse: do not use it"
+        n = self.comparison.segments
+        segments = "segment" if n == 1 else "segments"
+        named = f"held-out {segments}" if self.file is None else f"{segments} of {self.file}"
+        p = " (p < 0.001)" if ours.p_bleu is not None and ours.p_bleu < 0.001 else f" (p = {ours.p_bleu:.3f})"
+        text = f"on {n:,} {named}: BLEU {base.bleu:.1f} → {ours.bleu:.1f}{'' if n < ENOUGH else p}"
+        text += f", {self.slowdown:.2f}× the time"
+        if n < ENOUGH:
+            text += f"; fewer than {ENOUGH} segments are too few to tell whether the datastore helps"
+        elif ours.p_bleu is None or ours.p_bleu >= 0.05:
+            text += "; no significant difference was shown"
+        elif ours.bleu < base.bleu:
+            text += "; the datastore makes it worse: do not use it"
+        if self.known:
+            text += f"; the datastore holds the source or target of {self.known:,} of them, so this says little of new text"
         return text
 
 
@@ -491,15 +499,23 @@ def verdict(path: Path, model: Model, decoding: Decoding = Decoding(), report: R
         return judge(translator, [p.source for p in pairs], [p.target for p in pairs], report)
 
 
-def judge(translator: Translator, sources: list[str], references: list[str], report: Report = silent) -> Verdict:
-    """Base against datastore on any segments with references."""
+def judge(
+    translator: Translator,
+    sources: list[str],
+    references: list[str],
+    report: Report = silent,
+    file: str | None = None,
+) -> Verdict:
+    """Base against datastore on any segments with references: those held out, or a `file`'s."""
     report("evaluate", 0, 2, "systems")
     base, base_seconds = timed(translator.base, sources)
     report("evaluate", 1, 2, "systems")
     ours, our_seconds = timed(translator, sources)
     report("evaluate", 2, 2, "systems")
     systems = {"base": [t.text for t in base], "datastore": [t.text for t in ours]}
-    return Verdict(compare(systems, references), our_seconds / base_seconds, base, ours, references)
+    store = translator.datastore
+    known = 0 if store is None else store.pairs.known(zip(sources, references, strict=True))
+    return Verdict(compare(systems, references), our_seconds / base_seconds, base, ours, references, file, known)
 
 
 def accuracy_of(translator: Translator, sources: list[str], references: list[str]) -> dict[int, float]:

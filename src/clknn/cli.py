@@ -362,12 +362,17 @@ def evaluate(
         pairs = adaptation.fitting(translator.model, named, tally)
         if not pairs:
             raise InputError(f"{store}: no pairs to test on; name a file of them")
+        tally.kept = len(pairs)
         sources, references = [p.source for p in pairs], [p.target for p in pairs]
-        result = adaptation.judge(translator, sources, references, report)
+        result = adaptation.judge(translator, sources, references, report, files[0].name if files else None)
         accuracy = adaptation.accuracy_of(translator, sources, references)
     _say_tally(tally)
     if as_json:
-        scores = asdict(result.comparison) | {"slowdown": result.slowdown, "retrieval_accuracy": accuracy}
+        scores = asdict(result.comparison) | {
+            "slowdown": result.slowdown,
+            "retrieval_accuracy": accuracy,
+            "known": result.known,
+        }
         typer.echo(json.dumps(scores, ensure_ascii=False))
         return
     _say_comparison(result.comparison)

@@ -330,6 +330,18 @@ class Pairs:
         (count,) = self._connection.execute(query, (role,) if role else ()).fetchone()
         return int(count)
 
+    def known(self, texts: Iterable[tuple[str, str]]) -> int:
+        """How many of these (source, target) have the folded source or the folded target of a stored pair."""
+        folds = [(_digest(fold(source)), _digest(fold(target))) for source, target in texts]
+        asked = tuple({fold[side] for fold in folds} for side in (0, 1))
+        stored = self._connection.execute("SELECT source_fold, target_fold FROM pairs WHERE role = 'stored'")
+        seen: tuple[set[bytes], set[bytes]] = set(), set()  # one pass, in the memory of what was asked
+        for row in stored:
+            for side in (0, 1):
+                if row[side] in asked[side]:
+                    seen[side].add(row[side])
+        return sum(source in seen[0] or target in seen[1] for source, target in folds)
+
     def each(self, role: Role, after: int | None = None) -> Iterator[tuple[int, Pair]]:
         """The pairs of one role in the order of ids larger than `after`; no lock is held in between."""
         last = -1 if after is None else after
