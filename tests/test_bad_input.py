@@ -152,7 +152,10 @@ def test_a_segment_of_a_million_characters_is_skipped_counted_and_reported(
         tm.write_text(TMX.replace(UNIT * 3, units + UNIT.replace("house", million)), encoding="utf8")
     ran = run("adapt", tm, *words(checkpoints("marian")), "--out", tmp_path / "s", "--method", "knn-mt")
     assert ran.code == 0
-    assert ran.out == f"{tmp_path / 's'}: ready; too few pairs to hold any out, so there is no verdict\n"
+    assert ran.out == (
+        f"{tmp_path / 's'}: ready, with k 8, temperature 0.3125, weight 0.5 (fixed; untuned defaults); "
+        "too few pairs to hold any out, so there is no verdict\n"
+    )
     assert "read 9 units, kept 8\nskipped 1: longer than 5000 characters (first: tm." in ran.err
     assert read_manifest(tmp_path / "s").stored == 8
 

@@ -159,6 +159,17 @@ def test_evaluate_says_how_much_of_a_file_the_datastore_holds(ready: Path, tmp_p
     assert "; the datastore holds the source or target of 2 of them" in said
 
 
+def test_untuned_settings_are_called_so(checkpoint: Path, tmp_path: Path) -> None:
+    path, tm = tmp_path / "s", tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(12))
+    ran = run("adapt", tm, *asked(checkpoint)[:-2], "--out", path, "--method", "knn-mt", "--hold-out", 0)
+    untuned = "k 8, temperature 0.3125, weight 0.5 (fixed; untuned defaults)"
+    assert ran.out == f"{path}: ready, with {untuned}; no pairs were to be held out, so there is no verdict\n"
+    assert f"\ncombiner: {untuned}\n" in run("inspect", path).out
+    defaults = "; k, temperature and weight are untuned defaults"
+    assert defaults in run("evaluate", "--store", path, tm, "--beam", 1).out
+    assert defaults not in run("evaluate", "--store", path, tm, "--beam", 1, "--weight", 0.2).out
+
+
 def test_help_and_version_never_import_torch() -> None:
     for words in (["--help"], ["--version"], ["adapt", "--help"], ["translate", "--help"], ["inspect", "--help"], []):
         code = (

@@ -81,6 +81,7 @@ class Verdict:
     references: list[str]
     file: str | None = None  # where the segments are from; None: they were held out
     known: int = 0  # segments whose source or target is stored
+    untuned: bool = False  # k, temperature and weight are nobody's choice
 
     def sentence(self) -> str:
         base, ours = self.comparison.scores.values()
@@ -97,7 +98,11 @@ class Verdict:
         elif ours.bleu < base.bleu:
             text += "; the datastore makes it worse: do not use it"
         if self.known:
-            text += f"; the datastore holds the source or target of {self.known:,} of them, so this says little of new text"
+            text += (
+                f"; the datastore holds the source or target of {self.known:,} of them, so this says little of new text"
+            )
+        if self.untuned:
+            text += "; k, temperature and weight are untuned defaults"
         return text
 
 
@@ -515,7 +520,9 @@ def judge(
     systems = {"base": [t.text for t in base], "datastore": [t.text for t in ours]}
     store = translator.datastore
     known = 0 if store is None else store.pairs.known(zip(sources, references, strict=True))
-    return Verdict(compare(systems, references), our_seconds / base_seconds, base, ours, references, file, known)
+    untuned = store is not None and store.manifest.untuned and translator.combiner == store.combiner
+    comparison = compare(systems, references)
+    return Verdict(comparison, our_seconds / base_seconds, base, ours, references, file, known, untuned)
 
 
 def accuracy_of(translator: Translator, sources: list[str], references: list[str]) -> dict[int, float]:

@@ -148,7 +148,7 @@ def adapt(
         chosen = _method(method, combiner, steps, seed)
         verdict = adaptation.adapt(out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
-    _say_verdict(out, verdict)
+    _say_verdict(out, verdict, hold_out)
 
 
 @app.command()
@@ -571,9 +571,14 @@ def _say_tally(tally: Tally) -> None:
         err.print(line, markup=False)
 
 
-def _say_verdict(store: Path, verdict: Verdict | None) -> None:
+def _say_verdict(store: Path, verdict: Verdict | None, hold_out: int) -> None:
     if verdict is None:
-        typer.echo(f"{store}: ready; too few pairs to hold any out, so there is no verdict")
+        from clknn import datastore
+
+        reason = "too few pairs to hold any out" if hold_out else "no pairs were to be held out"
+        typer.echo(
+            f"{store}: ready, with {_mixing_line(datastore.read_manifest(store))}; {reason}, so there is no verdict"
+        )
         return
     _say_comparison(verdict.comparison)
     typer.echo(verdict.sentence())
@@ -597,7 +602,8 @@ def _mixing_line(manifest: Manifest) -> str:
     if mixing is None:
         return "not tuned"
     kind = "w*, scaled by confidence" if mixing.scaled else "fixed"
-    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind})"
+    untuned = "; untuned defaults" if manifest.untuned else ""
+    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind}{untuned})"
 
 
 def _say_manifest(store: Path, manifest: Manifest) -> None:

@@ -81,6 +81,11 @@ class Manifest:
     files: dict[str, FileMark] = field(default_factory=dict)
     format: int = FORMAT
 
+    @property
+    def untuned(self) -> bool:
+        """Its k, temperature and weight are the defaults: there was nothing to choose them on, or not yet."""
+        return self.mixing is not None and "tune" not in self.options
+
     def having(self, stage: str, options: dict[str, Any], measured: dict[str, Any], **changes: Any) -> Manifest:
         """This manifest after a stage."""
         return replace(
