@@ -124,8 +124,21 @@ def test_a_language_pair_that_the_file_does_not_have(adapting: Refuse, tmp_path:
     assert "no unit has both fr and en; ask for two of those found: " in said
     assert "de (3 units)" in said
     assert "en (3 units)" in said
-    assert "source and target language are both 'de'" in adapting(tmp_path / "tm.tmx", target="de")
-    assert "a language is empty" in adapting(tmp_path / "tm.tmx", source="")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("de", "de", "source and target language are both 'de'; name two languages"),
+        ("de_AT", "deu-at", "source and target language are both 'de_AT'; name two languages"),
+        ("german", "en", "'german' is not a language tag; give one such as de, pt-BR or zh-Hant"),
+        ("de", "jp", "'jp' is not a language tag; give one such as"),
+        ("", "en", "'' is not a language tag; give one such as"),
+    ],
+)
+def test_languages_that_are_none(adapting: Refuse, tmp_path: Path, source: str, target: str, said: str) -> None:
+    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3))
+    assert adapting(tm, source=source, target=target).startswith(said)
 
 
 def test_bad_pairs_for_tuning_leave_nothing(adapting: Refuse, tmp_path: Path) -> None:

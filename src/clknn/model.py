@@ -45,6 +45,8 @@ from clknn.errors import InputError, ModelError
 
 Tokens = list[int]
 
+_UNLISTED = frozenset(("ns",))  # M2M100's own code for Northern Sotho, which no registry has
+
 # (step, states [R, D], log p_model [R, V]) -> log p_mix [R, V]; step counts from the decoder start.
 Mix = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -113,6 +115,7 @@ def load(
 
     `prefix` is put before each source (T5's "translate German to English: "); None takes the checkpoint's own.
     """
+    _refuse_languages(source, target)
     precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in precisions:
         raise InputError(f"dtype {dtype!r} is not served; choose float32 or bfloat16")
@@ -131,6 +134,14 @@ def load(
             "give a folder or hub name that transformers' from_pretrained accepts"
         ) from error
     return TransformersModel(name, network.to(device).eval(), tokenizer, source, target, prefix)
+
+
+def _refuse_languages(source: str, target: str) -> None:
+    for tag in (source, target):
+        if tag not in _UNLISTED and not langcodes.tag_is_valid(tag):
+            raise InputError(f"{tag!r} is not a language tag; give one such as de, pt-BR or zh-Hant")
+    if langcodes.standardize_tag(source) == langcodes.standardize_tag(target):
+        raise InputError(f"source and target language are both {source!r}; name two languages")
 
 
 def _quiet() -> None:
