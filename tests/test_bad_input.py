@@ -359,6 +359,8 @@ def the_line(command: tuple[str, ...], store: Path) -> str:
         (["--temperature", "inf"], "temperature is inf; it must be above 0"),
         (["--beam", "0"], "Invalid value for '--beam'"),
         (["--dtype", "float8"], "dtype 'float8' is not served; choose float32 or bfloat16"),
+        (["--device", "foo"], "device 'foo' cannot be used here ("),
+        (["--device", "meta"], "device 'meta' cannot be used here ("),
         (["--device", "cuda"], "device 'cuda' was asked for, and this machine has no CUDA; use --device cpu"),
     ],
 )
@@ -402,15 +404,46 @@ def test_a_model_of_another_kind(tmp_path: Path, config: transformers.PreTrained
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./no/such/folder", "empty", "file"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/no/such/folder", "no such folder; check the path, or give a hub name"),
+        ("./no/such/folder", "no such folder; check the path, or give a hub name"),
+        ("empty", "no translation model could be loaded from here ("),
+        ("file", "is a file; give the folder of the checkpoint"),
+    ],
+)
 def test_a_model_that_is_not_there_is_not_waited_for(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     tm, started = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3)), time.monotonic()
     refusal = refused("adapt", tm, *words(Path(name)), "--out", tmp_path / "s")
-    assert refusal.startswith(f"{Path(name)}: no translation model could be loaded from here (")
+    assert refusal.startswith(f"{Path(name)}: {said}")
     assert time.monotonic() - started < 5
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "kept", "part"),
+    [
+        ("model.safetensors", 0.5, "weights"),
+        ("source.spm", None, "tokenizer"),
+        ("target.spm", 0.5, "tokenizer"),
+        ("vocab.json", None, "tokenizer"),
+    ],
+)
+def test_a_checkpoint_with_a_damaged_or_missing_file(
+    checkpoints: Callable[[str], Path], tmp_path: Path, file: str, kept: float | None, part: str
+) -> None:
+    folder = shutil.copytree(checkpoints("marian"), tmp_path / "model")
+    content = (folder / file).read_bytes()
+    (folder / file).unlink()
+    if kept is not None:
+        (folder / file).write_bytes(content[: int(len(content) * kept)])
+    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3))
+    refusal = refused("adapt", tm, *words(folder), "--out", tmp_path / "s")
+    assert refusal.startswith(f"{folder}: its {part} cannot be read, a file is missing or damaged (")
+    assert refusal.endswith("; copy or download it again")
