@@ -21,7 +21,7 @@ import tiny
 from clknn import adaptation, datastore
 from clknn.adapter import AdapterSettings
 from clknn.datastore import open_datastore, read_manifest
-from clknn.errors import DatastoreError
+from clknn.errors import DatastoreError, InputError
 from clknn.model import Model
 from commands import refused, run
 
@@ -259,6 +259,42 @@ def test_an_unwritable_folder(ready: Path, load: Callable[[str], Model], monkeyp
             with open_datastore(store) as opened:  # reading needs no more than that
                 assert opened.entries > 0
         assert contents(store) == before
+
+
+def test_a_folder_that_may_be_locked_and_not_written(ready: Path, load: Callable[[str], Model]) -> None:
+    model = load("marian")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        store = shutil.copytree(ready, Path(name) / "store")
+        with read_only(store):
+            user = os.geteuid()
+            os.seteuid(os.getuid())
+            (store / "lock").chmod(0o666)
+            os.seteuid(user)
+            for change in (
+                lambda: adaptation.train(store, AdapterSettings(steps=1), model),
+                lambda: adaptation.project(store, model, size=8),
+                lambda: adaptation.tune(store, model),
+            ):
+                with pytest.raises(DatastoreError, match=r"store: cannot be written to \(Permission denied\); make it"):
+                    change()
+            os.seteuid(os.getuid())
+            (store / "manifest.json").chmod(0)
+            (store / "text.sqlite").chmod(0)
+            os.seteuid(user)
+            with pytest.raises(InputError, match=r"text\.sqlite: cannot be read \(Permission denied\); make it"):
+                adaptation.build(Path(name) / "other", [store / "text.sqlite"], model)
+            with pytest.raises(DatastoreError, match=r"manifest\.json: cannot be read \(Permission denied\); make it"):
+                read_manifest(store)
+
+
+def test_who_may_read_some_of_a_datastore_may_read_it_all(store: Path) -> None:
+    run("train", store, "--steps", 1)
+    run("project", store)
+    run("tune", store, "--combiner", "kernel")
+    marks = read_manifest(store).files
+    assert {"adapter", "projection", "combiner"} <= set(marks)
+    assert len({(store / mark.name).stat().st_mode for mark in marks.values()}) == 1
 
 
 # -- datastores --------------------------------------------------------------------------------------------------------

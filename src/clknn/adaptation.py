@@ -592,8 +592,11 @@ def _begun(path: Path, model: Model) -> Manifest:
 def _file_mark(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{file}: no such file; name a TMX, a TSV or two aligned text files")
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    try:
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
     return {"name": file.name, "blake2b": digest}
 
 
