@@ -19,6 +19,7 @@ import tiny
 from clknn import cli
 from clknn.corpus import Pairs
 from clknn.datastore import read_manifest, verify
+from clknn.errors import InputError
 from clknn.model import Decoding, Model
 from clknn.translator import Translator
 from commands import Parent, paused, refused, run, the_error
@@ -290,6 +291,13 @@ def test_a_line_that_cannot_be_translated_is_named_behind_the_answers_to_those_b
     assert ran.out.count("\n") == answered
 
 
+def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(InputError, match=r"standard input cannot be read \(Is a directory\); name a text file"):
+        list(cli._lines_as_they_come(folder))
+    os.close(folder)
+
+
 def test_a_real_process_streams_and_goes_quietly(ready: Path, load: Callable[[str], Model]) -> None:
     """Each line is answered while standard input stays open, in any locale; whoever stops reading hears no more."""
     process = subprocess.Popen(
@@ -369,6 +377,19 @@ def test_ctrl_c_while_translating(forks: Parent, ready: Path, tmp_path: Path) ->
     assert len(ran.err.splitlines()) == 1
 
 
+def test_ctrl_c_before_everything_is_imported() -> None:
+    code = (
+        "import builtins; real = builtins.__import__\n"
+        "def stopped(name, *rest, **named):\n"
+        "    if name == 'typer': raise KeyboardInterrupt\n"
+        "    return real(name, *rest, **named)\n"
+        "builtins.__import__ = stopped\n"
+        "from clknn.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "clknn: interrupted\n")
+
+
 # -- exit codes --------------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +409,7 @@ def test_a_bug_is_not_taken_for_the_users_mistake(ready: Path, monkeypatch: pyte
         (["frobnicate"], "No such command 'frobnicate'."),
         (["inspect", "s", "--frob"], "No such option: --frob"),
         (["translate", "--store", "s", "--beam", "0"], "Invalid value for '--beam'"),
+        (["translate", "--store", "s", "--beam", "1001"], "Invalid value for '--beam'"),
         (["translate", "--store", "s", "--beam", "x"], "Invalid value for '--beam'"),
         (["translate", "--store", "s", "--batch", "0"], "Invalid value for '--batch'"),
         (["translate", "--store", "s", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
@@ -401,6 +423,34 @@ def test_a_bug_is_not_taken_for_the_users_mistake(ready: Path, monkeypatch: pyte
 )
 def test_wrong_words_are_one_line(words: list[str], said: str) -> None:
     assert refused(*words).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--version > /dev/full", "standard output cannot be written to (No space left on device); make room"),
+        ("translate --store s <&-", "standard input is closed; leave it open, or name a file with <"),
+        ("translate --store s >&-", "standard output is closed; leave it open, or name a file with >"),
+    ],
+)
+def test_streams_that_are_full_or_closed(words: str, said: str) -> None:
+    command = f"{sys.executable} -m clknn {words}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"clknn: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")]
+)
+def test_too_little_memory_is_not_a_bug(ready: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Translator, "translate", fail)
+    said = "out of memory; lower --batch or --beam where the command has them, or free some"
+    assert refused("translate", "--store", ready, stdin=b"haus\n") == said
 
 
 def test_nothing_to_do_shows_the_help() -> None:

@@ -6,8 +6,10 @@ resume and exits 130. Nothing here knows how anything is done, and torch is impo
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|bad_alloc", re.IGNORECASE)
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -104,7 +108,7 @@ CombinerOption = Annotated[
 K = Annotated[int | None, typer.Option(help="Neighbours asked for, instead of the tuned number.")]
 Temperature = Annotated[float | None, typer.Option(help="Softness of p_knn, instead of the tuned one.")]
 Weight = Annotated[float | None, typer.Option(help="Share of p_knn from 0 (base model) to 1.")]
-Beam = Annotated[int, typer.Option(min=1, help="Beam width; 1 is greedy.")]
+Beam = Annotated[int, typer.Option(min=1, max=1000, help="Beam width; 1 is greedy.")]
 LengthPenalty = Annotated[float, typer.Option(help="Exponent of the length that scores are divided by.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest translation, in tokens.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sentences decoded together.")]
@@ -306,6 +310,11 @@ def translate(
     dtype: Dtype = "float32",
 ) -> None:
     """Translate standard input to standard output, one line to one line."""
+    if sys.stdin is None or sys.stdout is None:  # where the shell has closed them
+        name = "input" if sys.stdin is None else "output"
+        raise InputError(
+            f"standard {name} is closed; leave it open, or name a file with {'<' if name == 'input' else '>'}"
+        )
     from clknn.model import Decoding
     from clknn.translator import TooLongError
 
@@ -405,11 +414,13 @@ def inspect(
 
 def main() -> None:
     """The entry point: exit codes and the one-line errors live here."""
-    command = typer.main.get_command(app)
     try:
+        command = typer.main.get_command(app)
         # Not app(), which would answer wrong flags, Ctrl-C and a closed pipe in its own ways before we could.
         with command.make_context("clknn", sys.argv[1:] or ["--help"]) as context:
             command.invoke(context)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while there is still someone to tell that it failed
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except typer.TyperException as error:
@@ -420,8 +431,22 @@ def main() -> None:
         err.print("clknn: interrupted; run the same command again: a datastore goes on from where it was")
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN:
+            raise
+        _drop_output()
+        _fail(f"standard output cannot be written to ({error.strerror}); make room, or send it elsewhere")
+    except (MemoryError, RuntimeError) as error:  # PyTorch says it by a RuntimeError
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        _fail("out of memory; lower --batch or --beam where the command has them, or free some")
+
+
+def _drop_output() -> None:
+    """What is left in the buffer would be written, and fail, once more when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(reason: str) -> NoReturn:
@@ -513,13 +538,20 @@ def _refuse_strangers(given: dict[str, Any], settings: type, method: str) -> Non
 def _lines_as_they_come(descriptor: int) -> Iterator[list[str]]:
     """Blocks of the lines that have arrived, so that a person typing waits for one line and a file fills batches."""
     rest, number = b"", 0
-    while chunk := os.read(descriptor, 1 << 16):
+    while chunk := _read(descriptor):
         *lines, rest = (rest + chunk).split(b"\n")
         for start in range(0, len(lines), 256):
             yield from _block(lines[start : start + 256], number + start)
         number += len(lines)
     if rest:
         yield from _block([rest], number)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError as error:
+        raise InputError(f"standard input cannot be read ({error.strerror}); name a text file with <") from error
 
 
 def _block(lines: list[bytes], number: int) -> Iterator[list[str]]:
