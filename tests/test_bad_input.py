@@ -322,6 +322,33 @@ def test_a_datastore_of_another_version_or_with_a_damaged_manifest(store: Path, 
 
 
 @pytest.mark.parametrize("command", [*READING, *WRITING])
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        (("files", "text"), "no text among its files"),
+        (("measured", "project"), "no project in its measured"),
+        (("options", "build"), "no build in its options"),
+        (("mixing", "temperature"), "missing 1 required positional argument"),
+        (("entries",), "k is 1 of 0 entries"),
+    ],
+)
+def test_a_manifest_that_lacks_a_part(
+    store: Path, command: tuple[str, ...], lacking: tuple[str, ...], said: str
+) -> None:
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["mixing"]["k"] = 1
+    *way, last = lacking
+    part = manifest
+    for name in way:
+        part = part[name]
+    del part[last]
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    refusal = refused(*command, store)
+    assert refusal.startswith(f"{store / 'manifest.json'}: damaged (")
+    assert said in refusal
+
+
+@pytest.mark.parametrize("command", [*READING, *WRITING])
 def test_a_half_built_datastore(
     checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:

@@ -193,11 +193,27 @@ def _parse(file: Path) -> Manifest:
             )
         raw["files"] = {name: FileMark(**mark) for name, mark in raw["files"].items()}
         raw["mixing"] = None if raw["mixing"] is None else Mixing(**raw["mixing"])
-        return Manifest(**raw)
+        manifest = Manifest(**raw)
+        if file.name == "manifest.json":
+            _refuse_lacking(manifest)
+        return manifest
     except OSError as error:
         raise DatastoreError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatastoreError(f"{file}: damaged ({type(error).__name__}: {error}); build the datastore again") from error
+
+
+def _refuse_lacking(manifest: Manifest) -> None:
+    """A manifest can be JSON, and of this version, and yet not name what every finished datastore has."""
+    if absent := sorted({*ENTRY_FILES, "text", "keys", "projection", "index"} - set(manifest.files)):
+        raise ValueError(f"no {', '.join(absent)} among its files")
+    stages = {"build", "project", *manifest.options}
+    stages |= {stage for stage, file in (("train", "adapter"), ("tune", "combiner")) if file in manifest.files}
+    for name, notes in (("options", manifest.options), ("measured", manifest.measured)):
+        if absent := sorted(stages - set(notes)):
+            raise ValueError(f"no {', '.join(absent)} in its {name}")
+    if manifest.mixing is not None and manifest.mixing.k > manifest.entries:
+        raise ValueError(f"k is {manifest.mixing.k} of {manifest.entries} entries")
 
 
 def _how_far(path: Path) -> str:
@@ -245,6 +261,8 @@ def read_combiner(path: Path, manifest: Manifest) -> Combiner | None:
         tensors = load_file(file)
         for kind in (MetaK, Kernel, Gate):
             if combiner := kind.of(tensors):
+                if combiner.k > manifest.entries:
+                    raise KeyError(f"{combiner.k} neighbours of {manifest.entries} entries")
                 return combiner
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise DatastoreError(f"{file}: not a combiner ({error}); run `clknn tune` again") from error
