@@ -1,7 +1,8 @@
 """The command line: flags in, one library call per command, text and an exit code out.
 
 Errors that a user can put right are one line on stderr and exit code 2; a bug is a traceback and 1; Ctrl-C says how to
-resume and exits 130. Nothing here knows how anything is done, and torch is imported only when a command runs.
+resume, where that is possible, and exits 130. Nothing here knows how anything is done, and torch is imported only when
+a command runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -147,7 +149,7 @@ def adapt(
     from clknn.corpus import Tally
 
     tally = Tally(strict=strict)
-    with Bars() as report:
+    with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         chosen = _method(method, combiner, steps, seed)
         verdict = adaptation.adapt(out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or ())
@@ -175,7 +177,7 @@ def build(
     from clknn.corpus import Tally
 
     tally = Tally(strict=strict)
-    with Bars() as report:
+    with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
@@ -238,7 +240,7 @@ def train(
         settings = replace(PAPER if paper else AdapterSettings(), **given | once)
     else:
         raise InputError(f"--method {method.value} has no recipe of its own to train; choose clknn or ckmt")
-    with Bars() as report:
+    with _taken_up(store), Bars() as report:
         trained = adaptation.train(store, settings, _model_of(store, model, device, dtype), states_of, report)
     if trained is None:
         typer.echo(f"{store}: trained with these settings before; next: clknn project {store}")
@@ -270,7 +272,7 @@ def project(
             "--size, --no-centred and --refine do not apply to --raw, which searches the states as they are"
         )
     refined = RefineSettings() if refine else None
-    with Bars() as report:
+    with _taken_up(store), Bars() as report:
         loaded = _model_of(store, model, device, dtype)
         manifest = adaptation.project(store, loaded, raw, size, centred, report, refined)
     measured = manifest.measured["project"]
@@ -288,7 +290,7 @@ def tune(
     """Stage 4: choose k, temperature and weight on the held-out pairs, or train what takes their place."""
     from clknn import adaptation
 
-    with Bars() as report:
+    with _taken_up(store), Bars() as report:
         tuner = None if combiner is None else _tuner(combiner)
         manifest = adaptation.tune(store, _model_of(store, model, device, dtype), tuner, report)
     typer.echo(f"{store}: {_mixing_line(manifest)}")
@@ -321,20 +323,28 @@ def translate(
     decoding = Decoding(beam, length_penalty, max_new_tokens)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
 
-    def say(translations: list[Translation]) -> None:
-        for translation in translations:
-            text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
-            sys.stdout.buffer.write(text.replace("\n", " ").encode() + b"\n")  # some models can produce line feeds
-        sys.stdout.flush()
+    def say(translation: Translation) -> None:
+        text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
+        sys.stdout.buffer.write(text.replace("\n", " ").encode() + b"\n")  # some models can produce line feeds
 
-    line = 0
+    read, refused = 0, 0
     for block in _lines_as_they_come(sys.stdin.fileno()):
-        try:
-            say(translator.translate(block, evidence, batch))
-        except TooLongError as error:
-            say(translator.translate(block[: error.place], evidence, batch))
-            raise InputError(f"standard input:{line + error.place + 1}: {error.reason}") from error
-        line += len(block)
+        texts = list(block)
+        while True:
+            try:
+                translations = translator.translate(texts, evidence, batch)
+                break
+            except TooLongError as error:  # its line is answered by an empty one, and no line is lost
+                texts[error.place] = ""
+                refused += 1
+                err.print(f"standard input:{read + error.place + 1}: {error.reason}", markup=False)
+        for source, translation in zip(block, translations, strict=True):
+            say(replace(translation, source=source))
+        sys.stdout.flush()
+        read += len(block)
+    if refused:
+        lines = f"{refused:,} line{'s' if refused > 1 else ''} of standard input"
+        raise InputError(f"{lines} too long to translate and answered by an empty line; split into sentences")
 
 
 @app.command()
@@ -427,8 +437,8 @@ def main() -> None:
         _fail(f"{error.format_message()} (`clknn --help` and `clknn COMMAND --help` list what there is)")
     except Error as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        err.print("clknn: interrupted; run the same command again: a datastore goes on from where it was")
+    except KeyboardInterrupt as stop:
+        err.print("clknn: interrupted" + "".join(f"; {advice}" for advice in stop.args), markup=False)
         sys.exit(130)
     except BrokenPipeError:
         _drop_output()
@@ -447,6 +457,15 @@ def main() -> None:
 def _drop_output() -> None:
     """What is left in the buffer would be written, and fail, once more when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _taken_up(store: Path) -> Iterator[None]:
+    """Around what a second call takes up where the first was interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"run the same command again: {store} keeps what was done") from stop
 
 
 def _fail(reason: str) -> NoReturn:
