@@ -206,6 +206,16 @@ def test_a_memory_that_the_adapter_cannot_learn_from(checkpoints: Callable[[str]
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_refused_build_leaves_no_folder_above_its_own(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "tm.tsv").write_text("haus\n")
+    (tmp_path / "a").mkdir()
+    said = refused(
+        "build", tmp_path / "tm.tsv", *words(checkpoints("marian")), "--out", tmp_path / "a" / "b" / "c" / "s"
+    )
+    assert "expected source<TAB>target" in said
+    assert list((tmp_path / "a").iterdir()) == []
+
+
 def test_an_out_that_is_something_else(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     tm, model = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3)), words(checkpoints("marian"))
     (tmp_path / "mine").mkdir()
@@ -307,7 +317,7 @@ WRITING = (("train",), ("project",), ("tune",))
 def test_what_is_no_datastore(tmp_path: Path, command: tuple[str, ...]) -> None:
     assert refused(*command, tmp_path / "nowhere").startswith(f"{tmp_path / 'nowhere'}: no datastore is here; make one")
     (tmp_path / "file").write_text("x")
-    assert "no datastore is here" in refused(*command, tmp_path / "file")
+    assert "file: is a file, and a datastore is a folder; name one" in refused(*command, tmp_path / "file")
     assert "a folder without manifest.json is no datastore" in refused(*command, tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import commands
 import tiny
@@ -21,7 +24,7 @@ from clknn.corpus import Pairs
 from clknn.datastore import read_manifest, verify
 from clknn.errors import InputError
 from clknn.model import Decoding, Model
-from clknn.translator import Translator
+from clknn.translator import Translation, Translator
 from commands import Parent, paused, refused, run, the_error
 
 CLKNN = Path(sys.executable).with_name("clknn")
@@ -236,6 +239,31 @@ def test_a_translation_with_a_line_feed_is_still_one_line(ready: Path, monkeypat
 
     monkeypatch.setattr(TransformersModel, "detokenise", lambda *_: "two\nlines")
     assert translated(ready, b"haus\nbaum\n") == ["two lines", "two lines"]
+
+
+def test_a_translation_is_as_long_as_its_source_allows(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Decoding] = []
+
+    def translate(self: Translator, texts: list[str], *_: object) -> list[Translation]:
+        seen.append(self.decoding)
+        return [Translation(text, text) for text in texts]
+
+    monkeypatch.setattr(Translator, "translate", translate)
+    for ratio in ([], ["--longest-ratio", 0.5], ["--longest-ratio", 0]):
+        assert translated(ready, b"haus\n", *ratio) == ["haus"]
+    assert [decoding.longest_ratio for decoding in seen] == [3.0, 0.5, None]
+
+
+def test_progress_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    with cli.Bars(Console(file=said, force_terminal=True, width=80)) as report:
+        report("train", 1_500, 30_000, "steps, retrieval accuracy@8 0.512 (best 0.523), loss 3.123")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.getvalue()).replace("\r", "\n").split("\n")
+    line = next(line for line in shown if "1,500" in line)
+    assert "0:00:00" in line
+    assert "1,500/30,000 steps, retrieval accuracy@8 0.512" in line
+    assert len(line) <= 80
 
 
 def test_weight_0_is_the_base_model_and_1_is_not(ready: Path, load: Callable[[str], Model]) -> None:

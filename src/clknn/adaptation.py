@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -140,8 +141,9 @@ def build(
             except Error:
                 for name in ("text.sqlite", "draft.json", "lock"):
                     (path / name).unlink(missing_ok=True)
-                if made:
-                    path.rmdir()
+                for folder in made:
+                    with suppress(OSError):  # another has put something there since
+                        folder.rmdir()
                 raise
             draft = replace(draft, measured={"read": asdict(tally)})
             stores.save_draft(path, draft)
@@ -157,10 +159,10 @@ def build(
         return _force_decode(path, draft, model, tally, report)
 
 
-def _make_folder(path: Path) -> bool:
-    """Whether there was none; refuses one with files in it that no build of ours begins with."""
-    made = not path.exists()
+def _make_folder(path: Path) -> list[Path]:
+    """The folders it made, innermost first; refuses one with files in it that no build of ours begins with."""
     try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         strangers = [] if stores.read_draft(path) else [file.name for file in path.iterdir()]
     except OSError as error:
@@ -246,7 +248,7 @@ def train(
     checkpoint = path / "training.safetensors"
 
     def advance(step: Step) -> None:
-        note = f"steps, loss {step.loss:.3f}, retrieval accuracy@8 {step.accuracy:.3f} (best {step.best:.3f})"
+        note = f"steps, retrieval accuracy@8 {step.accuracy:.3f} (best {step.best:.3f}), loss {step.loss:.3f}"
         report("train", step.step, settings.steps, note)
 
     with stores.writing(path):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from clknn.errors import DatastoreError, Error, InputError, ModelError
 
@@ -112,7 +112,11 @@ Temperature = Annotated[float | None, typer.Option(help="Softness of p_knn, inst
 Weight = Annotated[float | None, typer.Option(help="Share of p_knn from 0 (base model) to 1.")]
 Beam = Annotated[int, typer.Option(min=1, max=1000, help="Beam width; 1 is greedy.")]
 LengthPenalty = Annotated[float, typer.Option(help="Exponent of the length that scores are divided by.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest translation, in tokens.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest translation, in tokens; --longest-ratio can say less.")]
+LongestRatio = Annotated[
+    float,
+    typer.Option(min=0, help="Longest translation, in tokens for each of its source's, and 16 more; 0: no such limit."),
+]
 Batch = Annotated[int, typer.Option(min=1, help="Sentences decoded together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -306,6 +310,7 @@ def translate(
     beam: Beam = 5,
     length_penalty: LengthPenalty = 1.0,
     max_new_tokens: MaxNewTokens = 256,
+    longest_ratio: LongestRatio = 3.0,
     batch: Batch = 32,
     evidence: Annotated[bool, typer.Option("--evidence", help="Write JSON lines with each word's evidence.")] = False,
     device: Device = "cpu",
@@ -320,7 +325,7 @@ def translate(
     from clknn.model import Decoding
     from clknn.translator import TooLongError
 
-    decoding = Decoding(beam, length_penalty, max_new_tokens)
+    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
 
     def say(translation: Translation) -> None:
@@ -358,6 +363,7 @@ def evaluate(
     beam: Beam = 5,
     length_penalty: LengthPenalty = 1.0,
     max_new_tokens: MaxNewTokens = 256,
+    longest_ratio: LongestRatio = 3.0,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     as_json: Json = False,
@@ -367,7 +373,7 @@ def evaluate(
     from clknn.corpus import Tally, read_pairs
     from clknn.model import Decoding
 
-    decoding = Decoding(beam, length_penalty, max_new_tokens)
+    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
     with Bars() as report:
         translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
         opened = translator.datastore
@@ -679,10 +685,11 @@ class Bars:
         self._console = console
         self._bars = Progress(
             TextColumn("{task.description:>8}"),
-            BarColumn(30),
-            TextColumn("{task.fields[note]}"),
+            BarColumn(12),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
+            expand=True,  # so that the note is what is cut where all does not fit
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}

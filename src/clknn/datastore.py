@@ -159,8 +159,10 @@ class Datastore:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a finished datastore, or the reason why there is none."""
-    if not path.is_dir():
+    if not _exists(path):
         raise DatastoreError(f"{path}: no datastore is here; make one with `clknn adapt FILE --out {path}`")
+    if not path.is_dir():
+        raise DatastoreError(f"{path}: is a file, and a datastore is a folder; name one that `clknn adapt` has made")
     if not _exists(path / "manifest.json"):
         if _exists(path / "draft.json"):
             raise DatastoreError(f"{path}: half-built: {_how_far(path)}")
