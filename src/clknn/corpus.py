@@ -553,7 +553,10 @@ class _OneLineAtATime:
         self._reference = b"&" in chunk
         self.unit_bytes += len(chunk)
         if self.unit_bytes > LARGEST:
-            raise InputError(f"{self._path}:{self.line}: more than {LARGEST:,} bytes with no end of a <tu>; is it TMX?")
+            raise InputError(
+                f"{self._path}:{self.line}: more than {LARGEST:,} bytes with no end of a <tu>;"
+                " remove this unit, if it is TMX"
+            )
         return chunk
 
 
