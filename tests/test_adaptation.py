@@ -610,21 +610,29 @@ def test_a_target_language_that_cannot_be_scored_is_refused_before_anything_is_b
 
 
 @pytest.mark.parametrize(
-    ("base", "ours", "p", "sentence"),
+    ("segments", "base", "ours", "p", "sentence"),
     [
-        (21.34, 34.78, 0.00099, "on 300 held-out segments: BLEU 21.3 → 34.8 (p < 0.001), 1.04× the time"),
-        (21.34, 23.0, 0.012, "on 300 held-out segments: BLEU 21.3 → 23.0 (p = 0.012), 1.04× the time"),
-        (30.0, 30.5, 0.21, "; this is no significant gain: the datastore does not help here"),
-        (30.0, 25.0, 0.001, "; the datastore makes it worse: do not use it"),
-        (30.0, 29.0, 0.3, "; this is no significant gain: the datastore does not help here"),
-        (30.0, 30.0, 0.05, "; this is no significant gain: the datastore does not help here"),
+        (300, 21.34, 34.78, 0.00099, "on 300 held-out segments: BLEU 21.3 → 34.8 (p < 0.001), 1.04× the time"),
+        (300, 21.34, 23.0, 0.012, "on 300 held-out segments: BLEU 21.3 → 23.0 (p = 0.012), 1.04× the time"),
+        (300, 30.0, 30.5, 0.21, "; no significant difference was shown"),
+        (300, 30.0, 25.0, 0.001, "; the datastore makes it worse: do not use it"),
+        (300, 30.0, 29.0, 0.3, "; no significant difference was shown"),
+        (30, 30.0, 30.0, 0.05, "; no significant difference was shown"),
+        (29, 30.0, 25.0, 0.001, "; fewer than 30 segments are too few to tell whether the datastore helps"),
     ],
 )
-def test_the_verdict_says_whether_it_helps(base: float, ours: float, p: float, sentence: str) -> None:
+def test_the_verdict_says_whether_it_helps(segments: int, base: float, ours: float, p: float, sentence: str) -> None:
     scores = {"base": Score(base, 50.0, 1.0, None, None), "datastore": Score(ours, 51.0, 1.0, p, p)}
-    said = adaptation.Verdict(Comparison(scores, "b", "c", 300), 1.04, [], [], []).sentence()
+    said = adaptation.Verdict(Comparison(scores, "b", "c", segments), 1.04, [], [], []).sentence()
     assert said.endswith(sentence)
     assert (";" in said) == (";" in sentence)
+
+
+def test_the_verdict_names_the_file_and_what_the_datastore_knew() -> None:
+    scores = {"base": Score(1.0, 1.0, 1.0, None, None), "datastore": Score(2.0, 2.0, 1.0, 0.001, 0.001)}
+    said = adaptation.Verdict(Comparison(scores, "b", "c", 1), 1.0, [], [], [], "x.tsv", 1).sentence()
+    assert said.startswith("on 1 segment of x.tsv: BLEU 1.0 → 2.0, 1.00× the time; ")
+    assert said.endswith("; the datastore holds the source or target of 1 of them, so this says little of new text")
 
 
 def test_accuracy_needs_a_segment_that_fits(store: Path, model: Model) -> None:

@@ -21,7 +21,7 @@ import tiny
 from clknn import adaptation, datastore
 from clknn.adapter import AdapterSettings
 from clknn.datastore import open_datastore, read_manifest
-from clknn.errors import DatastoreError
+from clknn.errors import DatastoreError, InputError
 from clknn.model import Model
 from commands import refused, run
 
@@ -124,8 +124,21 @@ def test_a_language_pair_that_the_file_does_not_have(adapting: Refuse, tmp_path:
     assert "no unit has both fr and en; ask for two of those found: " in said
     assert "de (3 units)" in said
     assert "en (3 units)" in said
-    assert "source and target language are both 'de'" in adapting(tmp_path / "tm.tmx", target="de")
-    assert "a language is empty" in adapting(tmp_path / "tm.tmx", source="")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("de", "de", "source and target language are both 'de'; name two languages"),
+        ("de_AT", "deu-at", "source and target language are both 'de_AT'; name two languages"),
+        ("german", "en", "'german' is not a language tag; give one such as de, pt-BR or zh-Hant"),
+        ("de", "jp", "'jp' is not a language tag; give one such as"),
+        ("", "en", "'' is not a language tag; give one such as"),
+    ],
+)
+def test_languages_that_are_none(adapting: Refuse, tmp_path: Path, source: str, target: str, said: str) -> None:
+    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3))
+    assert adapting(tm, source=source, target=target).startswith(said)
 
 
 def test_bad_pairs_for_tuning_leave_nothing(adapting: Refuse, tmp_path: Path) -> None:
@@ -152,7 +165,10 @@ def test_a_segment_of_a_million_characters_is_skipped_counted_and_reported(
         tm.write_text(TMX.replace(UNIT * 3, units + UNIT.replace("house", million)), encoding="utf8")
     ran = run("adapt", tm, *words(checkpoints("marian")), "--out", tmp_path / "s", "--method", "knn-mt")
     assert ran.code == 0
-    assert ran.out == f"{tmp_path / 's'}: ready; too few pairs to hold any out, so there is no verdict\n"
+    assert ran.out == (
+        f"{tmp_path / 's'}: ready, with k 8, temperature 0.3125, weight 0.5 (fixed; untuned defaults); "
+        "too few pairs to hold any out, so there is no verdict\n"
+    )
     assert "read 9 units, kept 8\nskipped 1: longer than 5000 characters (first: tm." in ran.err
     assert read_manifest(tmp_path / "s").stored == 8
 
@@ -188,6 +204,16 @@ def test_a_memory_that_the_adapter_cannot_learn_from(checkpoints: Callable[[str]
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_build_leaves_no_folder_above_its_own(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "tm.tsv").write_text("haus\n")
+    (tmp_path / "a").mkdir()
+    said = refused(
+        "build", tmp_path / "tm.tsv", *words(checkpoints("marian")), "--out", tmp_path / "a" / "b" / "c" / "s"
+    )
+    assert "expected source<TAB>target" in said
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_an_out_that_is_something_else(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
@@ -245,6 +271,42 @@ def test_an_unwritable_folder(ready: Path, load: Callable[[str], Model], monkeyp
         assert contents(store) == before
 
 
+def test_a_folder_that_may_be_locked_and_not_written(ready: Path, load: Callable[[str], Model]) -> None:
+    model = load("marian")
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        store = shutil.copytree(ready, Path(name) / "store")
+        with read_only(store):
+            user = os.geteuid()
+            os.seteuid(os.getuid())
+            (store / "lock").chmod(0o666)
+            os.seteuid(user)
+            for change in (
+                lambda: adaptation.train(store, AdapterSettings(steps=1), model),
+                lambda: adaptation.project(store, model, size=8),
+                lambda: adaptation.tune(store, model),
+            ):
+                with pytest.raises(DatastoreError, match=r"store: cannot be written to \(Permission denied\); make it"):
+                    change()
+            os.seteuid(os.getuid())
+            (store / "manifest.json").chmod(0)
+            (store / "text.sqlite").chmod(0)
+            os.seteuid(user)
+            with pytest.raises(InputError, match=r"text\.sqlite: cannot be read \(Permission denied\); make it"):
+                adaptation.build(Path(name) / "other", [store / "text.sqlite"], model)
+            with pytest.raises(DatastoreError, match=r"manifest\.json: cannot be read \(Permission denied\); make it"):
+                read_manifest(store)
+
+
+def test_who_may_read_some_of_a_datastore_may_read_it_all(store: Path) -> None:
+    run("train", store, "--steps", 1)
+    run("project", store)
+    run("tune", store, "--combiner", "kernel")
+    marks = read_manifest(store).files
+    assert {"adapter", "projection", "combiner"} <= set(marks)
+    assert len({(store / mark.name).stat().st_mode for mark in marks.values()}) == 1
+
+
 # -- datastores --------------------------------------------------------------------------------------------------------
 
 READING = (("translate", "--store"), ("evaluate", "--store"), ("inspect",))
@@ -255,7 +317,7 @@ WRITING = (("train",), ("project",), ("tune",))
 def test_what_is_no_datastore(tmp_path: Path, command: tuple[str, ...]) -> None:
     assert refused(*command, tmp_path / "nowhere").startswith(f"{tmp_path / 'nowhere'}: no datastore is here; make one")
     (tmp_path / "file").write_text("x")
-    assert "no datastore is here" in refused(*command, tmp_path / "file")
+    assert "file: is a file, and a datastore is a folder; name one" in refused(*command, tmp_path / "file")
     assert "a folder without manifest.json is no datastore" in refused(*command, tmp_path)
     assert [f.name for f in tmp_path.iterdir()] == ["file"]
 
@@ -267,6 +329,33 @@ def test_a_datastore_of_another_version_or_with_a_damaged_manifest(store: Path, 
     assert "manifest.json: format version 2, and this clknn reads version 1" in refused(*command, store)
     (store / "manifest.json").write_text(text[:500])
     assert "manifest.json: damaged (" in refused(*command, store)
+
+
+@pytest.mark.parametrize("command", [*READING, *WRITING])
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        (("files", "text"), "no text among its files"),
+        (("measured", "project"), "no project in its measured"),
+        (("options", "build"), "no build in its options"),
+        (("mixing", "temperature"), "missing 1 required positional argument"),
+        (("entries",), "k is 1 of 0 entries"),
+    ],
+)
+def test_a_manifest_that_lacks_a_part(
+    store: Path, command: tuple[str, ...], lacking: tuple[str, ...], said: str
+) -> None:
+    manifest = json.loads((store / "manifest.json").read_text())
+    manifest["mixing"]["k"] = 1
+    *way, last = lacking
+    part = manifest
+    for name in way:
+        part = part[name]
+    del part[last]
+    (store / "manifest.json").write_text(json.dumps(manifest))
+    refusal = refused(*command, store)
+    assert refusal.startswith(f"{store / 'manifest.json'}: damaged (")
+    assert said in refusal
 
 
 @pytest.mark.parametrize("command", [*READING, *WRITING])
@@ -343,6 +432,8 @@ def the_line(command: tuple[str, ...], store: Path) -> str:
         (["--temperature", "inf"], "temperature is inf; it must be above 0"),
         (["--beam", "0"], "Invalid value for '--beam'"),
         (["--dtype", "float8"], "dtype 'float8' is not served; choose float32 or bfloat16"),
+        (["--device", "foo"], "device 'foo' cannot be used here ("),
+        (["--device", "meta"], "device 'meta' cannot be used here ("),
         (["--device", "cuda"], "device 'cuda' was asked for, and this machine has no CUDA; use --device cpu"),
     ],
 )
@@ -386,15 +477,46 @@ def test_a_model_of_another_kind(tmp_path: Path, config: transformers.PreTrained
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./no/such/folder", "empty", "file"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/no/such/folder", "no such folder; check the path, or give a hub name"),
+        ("./no/such/folder", "no such folder; check the path, or give a hub name"),
+        ("empty", "no translation model could be loaded from here ("),
+        ("file", "is a file; give the folder of the checkpoint"),
+    ],
+)
 def test_a_model_that_is_not_there_is_not_waited_for(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     tm, started = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3)), time.monotonic()
     refusal = refused("adapt", tm, *words(Path(name)), "--out", tmp_path / "s")
-    assert refusal.startswith(f"{Path(name)}: no translation model could be loaded from here (")
+    assert refusal.startswith(f"{Path(name)}: {said}")
     assert time.monotonic() - started < 5
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "kept", "part"),
+    [
+        ("model.safetensors", 0.5, "weights"),
+        ("source.spm", None, "tokenizer"),
+        ("target.spm", 0.5, "tokenizer"),
+        ("vocab.json", None, "tokenizer"),
+    ],
+)
+def test_a_checkpoint_with_a_damaged_or_missing_file(
+    checkpoints: Callable[[str], Path], tmp_path: Path, file: str, kept: float | None, part: str
+) -> None:
+    folder = shutil.copytree(checkpoints("marian"), tmp_path / "model")
+    content = (folder / file).read_bytes()
+    (folder / file).unlink()
+    if kept is not None:
+        (folder / file).write_bytes(content[: int(len(content) * kept)])
+    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3))
+    refusal = refused("adapt", tm, *words(folder), "--out", tmp_path / "s")
+    assert refusal.startswith(f"{folder}: its {part} cannot be read, a file is missing or damaged (")
+    assert refusal.endswith("; copy or download it again")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,14 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import commands
 import tiny
 from clknn import cli
 from clknn.corpus import Pairs
 from clknn.datastore import read_manifest, verify
+from clknn.errors import InputError
 from clknn.model import Decoding, Model
-from clknn.translator import Translator
+from clknn.translator import Translation, Translator
 from commands import Parent, paused, refused, run, the_error
 
 CLKNN = Path(sys.executable).with_name("clknn")
@@ -145,7 +149,29 @@ def test_evaluate_on_what_is_held_out_and_on_a_file(ready: Path, tmp_path: Path)
     assert scores["scores"]["base"]["p_bleu"] is None
     assert list(scores["retrieval_accuracy"]) == ["1", "2", "4", "8", "16", "32", "64"]
     assert scores["slowdown"] > 0
-    assert "skipped 1: longer than the model's 64 tokens (first: test.tsv:6)" in ran.err
+    assert scores["known"] == 0
+    assert "read 6 units, kept 5\nskipped 1: longer than the model's 64 tokens (first: test.tsv:6)" in ran.err
+
+
+def test_evaluate_says_how_much_of_a_file_the_datastore_holds(ready: Path, tmp_path: Path) -> None:
+    with Pairs.open(ready / "text.sqlite") as record:
+        known = [pair for _, pair in record.each("stored")][:2]
+    rows = [tiny.Pair(known[0].source.upper(), "house", tiny.Origin("x")), known[1], *tiny.pairs(3, seed=4)]
+    ran = run("evaluate", "--store", ready, tiny.write_tsv(tmp_path / "x.tsv", rows), "--beam", 1)
+    said = ran.out.splitlines()[-1]
+    assert said.startswith("on 5 segments of x.tsv: BLEU")
+    assert "; the datastore holds the source or target of 2 of them" in said
+
+
+def test_untuned_settings_are_called_so(checkpoint: Path, tmp_path: Path) -> None:
+    path, tm = tmp_path / "s", tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(12))
+    ran = run("adapt", tm, *asked(checkpoint)[:-2], "--out", path, "--method", "knn-mt", "--hold-out", 0)
+    untuned = "k 8, temperature 0.3125, weight 0.5 (fixed; untuned defaults)"
+    assert ran.out == f"{path}: ready, with {untuned}; no pairs were to be held out, so there is no verdict\n"
+    assert f"\ncombiner: {untuned}\n" in run("inspect", path).out
+    defaults = "; k, temperature and weight are untuned defaults"
+    assert defaults in run("evaluate", "--store", path, tm, "--beam", 1).out
+    assert defaults not in run("evaluate", "--store", path, tm, "--beam", 1, "--weight", 0.2).out
 
 
 def test_help_and_version_never_import_torch() -> None:
@@ -215,6 +241,31 @@ def test_a_translation_with_a_line_feed_is_still_one_line(ready: Path, monkeypat
     assert translated(ready, b"haus\nbaum\n") == ["two lines", "two lines"]
 
 
+def test_a_translation_is_as_long_as_its_source_allows(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Decoding] = []
+
+    def translate(self: Translator, texts: list[str], *_: object) -> list[Translation]:
+        seen.append(self.decoding)
+        return [Translation(text, text) for text in texts]
+
+    monkeypatch.setattr(Translator, "translate", translate)
+    for ratio in ([], ["--longest-ratio", 0.5], ["--longest-ratio", 0]):
+        assert translated(ready, b"haus\n", *ratio) == ["haus"]
+    assert [decoding.longest_ratio for decoding in seen] == [3.0, 0.5, None]
+
+
+def test_progress_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    with cli.Bars(Console(file=said, force_terminal=True, width=80)) as report:
+        report("train", 1_500, 30_000, "steps, retrieval accuracy@8 0.512 (best 0.523), loss 3.123")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.getvalue()).replace("\r", "\n").split("\n")
+    line = next(line for line in shown if "1,500" in line)
+    assert "0:00:00" in line
+    assert "1,500/30,000 steps, retrieval accuracy@8 0.512" in line
+    assert len(line) <= 80
+
+
 def test_weight_0_is_the_base_model_and_1_is_not(ready: Path, load: Callable[[str], Model]) -> None:
     lines = [p.source for p in tiny.pairs(6, seed=3)]
     text = "\n".join(lines).encode()
@@ -247,25 +298,41 @@ def test_evidence_is_a_json_line_for_each_line(ready: Path) -> None:
         (b"\xff\n", 0, "standard input:1: not UTF-8 at byte 1 of the line (0xff)"),
         (b"haus\nbaum \xc3", 1, "standard input:2: not UTF-8 at byte 6 of the line (0xc3)"),
         (b"haus\n" * 300 + b"\xff\n", 300, "standard input:301: not UTF-8 at byte 1"),
-        (
-            b"haus\n" + b"haus " * 90 + b"\nbaum\n",
-            1,
-            "standard input:2: 'haus haus haus haus haus haus haus haus '… has",
-        ),
-        (
-            b"haus\n" * 299 + b"h" * 1_000_000,
-            299,
-            "standard input:300: 'hhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhh'… has",
-        ),
     ],
 )
-def test_a_line_that_cannot_be_translated_is_named_behind_the_answers_to_those_before(
+def test_a_line_that_is_no_text_is_named_behind_the_answers_to_those_before(
     ready: Path, text: bytes, answered: int, said: str
 ) -> None:
     ran = run("translate", "--store", ready, "--weight", 0, "--max-new-tokens", 3, "--beam", 1, stdin=text)
     assert ran.code == 2
     assert the_error(ran).startswith(said)
     assert ran.out.count("\n") == answered
+
+
+@pytest.mark.parametrize("evidence", [[], ["--evidence"]])
+def test_a_line_that_is_too_long_is_answered_by_an_empty_one(ready: Path, evidence: list[str]) -> None:
+    lines = ["haus"] * 299 + ["h" * 100_000, "baum", "haus " * 90, "katze"]
+    words = ("translate", "--store", ready, "--max-new-tokens", 3, "--beam", 1, *evidence)
+    ran = run(*words, stdin="\n".join(lines).encode())
+    assert ran.code == 2
+    first, second, last = ran.err.splitlines()
+    assert first.startswith("standard input:300: 'hhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhhh'… has ")
+    assert second.startswith("standard input:302: 'haus haus haus haus haus haus haus haus '… has 91 tokens and")
+    assert last.startswith("clknn: 2 lines of standard input too long to translate and answered by an empty line; ")
+    answers = ran.out.split("\n")[:-1]
+    if evidence:
+        said = [json.loads(answer) for answer in answers]
+        assert [one["source"] for one in said] == lines
+        answers = [one["translation"] for one in said]
+    lines[299] = lines[301] = ""
+    assert answers == run(*words[:7], stdin="\n".join(lines).encode()).out.split("\n")[:-1]
+
+
+def test_standard_input_that_cannot_be_read(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(InputError, match=r"standard input cannot be read \(Is a directory\); name a text file"):
+        list(cli._lines_as_they_come(folder))
+    os.close(folder)
 
 
 def test_a_real_process_streams_and_goes_quietly(ready: Path, load: Callable[[str], Model]) -> None:
@@ -318,7 +385,8 @@ def test_a_stopped_adapt_resumes_and_ends_as_if_it_had_not_been(
     ran = job.wait()
     if kill == signal.SIGINT:
         assert ran.code == 130
-        assert ran.err.splitlines()[-1].startswith("clknn: interrupted; run the same command again")
+        said = f"clknn: interrupted; run the same command again: {path} keeps what was done"
+        assert ran.err.splitlines()[-1] == said
         assert "Traceback" not in ran.err
     else:
         assert ran.code == -signal.SIGKILL
@@ -343,8 +411,20 @@ def test_ctrl_c_while_translating(forks: Parent, ready: Path, tmp_path: Path) ->
     paused(job)
     job.send(signal.SIGINT)
     ran = job.wait()
-    assert (ran.code, ran.out) == (130, "")
-    assert len(ran.err.splitlines()) == 1
+    assert (ran.code, ran.out, ran.err) == (130, "", "clknn: interrupted\n")
+
+
+def test_ctrl_c_before_everything_is_imported() -> None:
+    code = (
+        "import builtins; real = builtins.__import__\n"
+        "def stopped(name, *rest, **named):\n"
+        "    if name == 'typer': raise KeyboardInterrupt\n"
+        "    return real(name, *rest, **named)\n"
+        "builtins.__import__ = stopped\n"
+        "from clknn.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "clknn: interrupted\n")
 
 
 # -- exit codes --------------------------------------------------------------------------------------------------------
@@ -366,6 +446,7 @@ def test_a_bug_is_not_taken_for_the_users_mistake(ready: Path, monkeypatch: pyte
         (["frobnicate"], "No such command 'frobnicate'."),
         (["inspect", "s", "--frob"], "No such option: --frob"),
         (["translate", "--store", "s", "--beam", "0"], "Invalid value for '--beam'"),
+        (["translate", "--store", "s", "--beam", "1001"], "Invalid value for '--beam'"),
         (["translate", "--store", "s", "--beam", "x"], "Invalid value for '--beam'"),
         (["translate", "--store", "s", "--batch", "0"], "Invalid value for '--batch'"),
         (["translate", "--store", "s", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens'"),
@@ -379,6 +460,34 @@ def test_a_bug_is_not_taken_for_the_users_mistake(ready: Path, monkeypatch: pyte
 )
 def test_wrong_words_are_one_line(words: list[str], said: str) -> None:
     assert refused(*words).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--version > /dev/full", "standard output cannot be written to (No space left on device); make room"),
+        ("translate --store s <&-", "standard input is closed; leave it open, or name a file with <"),
+        ("translate --store s >&-", "standard output is closed; leave it open, or name a file with >"),
+    ],
+)
+def test_streams_that_are_full_or_closed(words: str, said: str) -> None:
+    command = f"{sys.executable} -m clknn {words}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"clknn: {said}")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")]
+)
+def test_too_little_memory_is_not_a_bug(ready: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Translator, "translate", fail)
+    said = "out of memory; lower --batch or --beam where the command has them, or free some"
+    assert refused("translate", "--store", ready, stdin=b"haus\n") == said
 
 
 def test_nothing_to_do_shows_the_help() -> None:

@@ -195,6 +195,10 @@ def test_fold_keeps_words_apart() -> None:
         ("a <hi>b <hi>c</hi> d</hi> e", "a b c d e"),
         ("a <unknown>b<ph>drop</ph>c</unknown> d", "a bc d"),
         ("a<!-- comment -->b<?pi x?>c", "abc"),
+        ('Zeile<ph type="lb"/>Umbruch', "Zeile Umbruch"),
+        ('Zeile <it pos="end" type="x-BR">x</it> Umbruch', "Zeile Umbruch"),
+        ("Zeile<ph>&lt;br /&gt;</ph>Umbruch<ph>\\n</ph>hier", "Zeile Umbruch hier"),
+        ("Wort<ph>&lt;b&gt;</ph>teil", "Wortteil"),
         ("<![CDATA[x < y]]> &amp; &#228;", "x < y & ä"),
     ],
 )
@@ -378,7 +382,16 @@ UNDECLARED = r"a\.tmx:[23]: not well-formed XML \(Entity 'nbsp' not defined\); c
         (b"eins\tone\n", r"a\.tmx:1: not well-formed XML \(Start tag expected, '<' not found\)"),
         (b"<tmx>\n<body>\n</tmx>", r"a\.tmx:3: not well-formed XML \(Opening and ending tag mismatch"),
         (tmx(unit("a\x01b", "x")), r"a\.tmx:2: not well-formed XML"),
-        (tmx(unit("x", "@")).replace(b"@", b"\xff"), r"a\.tmx:2: not well-formed XML"),
+        (
+            tmx(unit("x", "y"), unit("Käse", "@")).replace(b"@", b"\xe4"),
+            r"a\.tmx:3: not UTF-8 at byte 70 of the line \(0xe4\); save the file as UTF-8, or name its encoding",
+        ),
+        (
+            tmx(unit("x", "@"), head='<?xml version="1.0" encoding="us-ascii"?>\n').replace(b"@", b"\xe4"),
+            r"a\.tmx:\d: not well-formed XML",
+        ),
+        (tmx(unit("<hi>" * 300 + "</hi>" * 300, "x")), r"a\.tmx:2: .* \(Excessive depth in document: 256 is more than"),
+        (tmx("<tu><tuv><seg>a</seg></tuv></tu>"), r"no unit has both de and en; .*: no language \(1 units\)"),
         (tmx(unit("x&nbsp;y", "y")), UNDECLARED),
         (tmx(unit("x&nbsp;y", "y"), head=DOCTYPE), UNDECLARED),
         (tmx(unit("x&amp;\n&nbsp;\ny", "y"), head=DOCTYPE.strip()), r"a\.tmx:3: .*'nbsp' not defined"),
@@ -514,8 +527,9 @@ def test_tsv(put: Callable[[str, bytes], Path], pack: Callable[[bytes], bytes]) 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"eins one\nzwei\ttwo\n", r"a\.tsv:1: expected source<TAB>target, read 1 column.*is this a TSV"),
+        (b"eins one\nzwei two\n", r"a\.tsv:1: expected source<TAB>target, read 1 column.*is this a TSV"),
         (b"a\tb\tc\n", r"a\.tsv:1: expected source<TAB>target, read 3 column"),
+        (b"\n" + b"x\n" * 98 + b"x\n" + b"a\tb\n", r"a\.tsv:1: expected source<TAB>target, read 1 column"),
         (b"a\tb\nc\xfcd\tx\n", r"a\.tsv:2: not UTF-8 at byte 2 of the line \(0xfc\); save the file as UTF-8"),
         ("a\tb".encode("utf-16"), r"a\.tsv:1: not UTF-8 at byte 1 of the line \(0xff\)"),
         (b"a\tb\n" + b"x" * (LARGEST + 1), r"a\.tsv:2: a line of more than 10,000,000 bytes"),
@@ -524,6 +538,29 @@ def test_tsv(put: Callable[[str, bytes], Path], pack: Callable[[bytes], bytes]) 
 def test_bad_tsv_is_refused(put: Callable[[str, bytes], Path], content: bytes, message: str) -> None:
     with pytest.raises(InputError, match=message):
         read(put("a.tsv", content))
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "skipped"),
+    [
+        (b"\neins\tone\n", 1, {"not two columns": (1, "a.tsv:1")}),
+        (b"\n" * 99 + b"eins\tone\n", 1, {"not two columns": (99, "a.tsv:1")}),
+        (b"Source\tTARGET \neins\tone\n", 1, {"header": (1, "a.tsv:1")}),
+        (b"\nDE\ten\neins\tone\n", 1, {"not two columns": (1, "a.tsv:1"), "header": (1, "a.tsv:2")}),
+        (b"eins\tone\nsource\ttarget\n", 2, {}),
+        (b"en\tde\n", 1, {}),
+    ],
+)
+def test_tsv_may_begin_with_blank_lines_and_a_header(
+    put: Callable[[str, bytes], Path], content: bytes, kept: int, skipped: dict[str, tuple[int, str]]
+) -> None:
+    found, tally = read(put("a.tsv", content))
+    assert len(found) == kept
+    assert {reason: (skip.count, skip.first) for reason, skip in tally.skipped.items()} == skipped
+
+
+def test_a_header_is_no_unit_to_be_strict_about(put: Callable[[str, bytes], Path]) -> None:
+    assert len(list(read_tsv(put("a.tsv", b"source\ttarget\neins\tone\n"), Tally(strict=True)))) == 1
 
 
 def test_aligned_text_is_split_at_line_feeds_only(put: Callable[[str, bytes], Path]) -> None:
@@ -811,6 +848,13 @@ def test_nothing_held_out_is_like_a_stored_pair_whatever_is_added(
         for p in by_role["tune"] + by_role["test"]:
             assert not {fold(q.source) for q in by_role["stored"]} & {fold(p.source)}
             assert not {fold(q.target) for q in by_role["stored"]} & {fold(p.target)}
+
+
+def test_what_is_known_has_a_stored_source_or_target(table: Pairs) -> None:
+    table.add([pair("Haus", "house"), pair("Baum", "tree")], Tally())
+    table.add([pair("Hund", "dog")], Tally(), "test")
+    assert table.known([("HAUS", "x"), ("x", " tree"), ("Hund", "dog"), ("x", "y"), ("haus", "tree")]) == 3
+    assert table.known([]) == 0
 
 
 def test_rows_may_change_while_they_are_read(table: Pairs) -> None:

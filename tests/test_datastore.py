@@ -103,7 +103,7 @@ def test_what_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DatastoreError, match=r"a folder without manifest\.json is no datastore"):
         open_datastore(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DatastoreError, match="no datastore is here"):
+    with pytest.raises(DatastoreError, match="is a file, and a datastore is a folder"):
         open_datastore(tmp_path / "file")
 
 

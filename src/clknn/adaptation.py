@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
 from pathlib import Path
@@ -48,6 +49,7 @@ VALIDATION_QUERIES = 2_000
 KS = (1, 2, 4, 8, 16, 32, 64)
 CONTRASTIVE, CKMT = "contrastive", "ckmt"  # whose recipe trained an adapter, in the manifest
 OWN_PAIRS = 2_000  # of the datastore, drawn for a tuner that learns from these
+ENOUGH = 30  # segments; the bootstrap of fewer resamples the same few, and calls chance significant
 SPARE = 64  # neighbours fetched for such a pair beside those asked for, to stand in for its own entries
 
 
@@ -71,25 +73,37 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Base against datastore on segments that the datastore does not hold."""
+    """Base against datastore on segments with references."""
 
     comparison: Comparison
     slowdown: float  # time with the datastore over time without
     base: list[Translation]
     ours: list[Translation]
     references: list[str]
+    file: str | None = None  # where the segments are from; None: they were held out
+    known: int = 0  # segments whose source or target is stored
+    untuned: bool = False  # k, temperature and weight are nobody's choice
 
     def sentence(self) -> str:
         base, ours = self.comparison.scores.values()
-        p = "p < 0.001" if ours.p_bleu is not None and ours.p_bleu < 0.001 else f"p = {ours.p_bleu:.3f}"
-        text = (
-            f"on {self.comparison.segments:,} held-out segments: BLEU {base.bleu:.1f} → {ours.bleu:.1f} ({p}), "
-            f"{self.slowdown:.2f}× the time"
-        )
-        if ours.p_bleu is None or ours.p_bleu >= 0.05:
-            return text + "; this is no significant gain: the datastore does not help here"
-        if ours.bleu < base.bleu:
-            return text + "; the datastore makes it worse: do not use it"
+        n = self.comparison.segments
+        segments = "segment" if n == 1 else "segments"
+        named = f"held-out {segments}" if self.file is None else f"{segments} of {self.file}"
+        p = " (p < 0.001)" if ours.p_bleu is not None and ours.p_bleu < 0.001 else f" (p = {ours.p_bleu:.3f})"
+        text = f"on {n:,} {named}: BLEU {base.bleu:.1f} → {ours.bleu:.1f}{'' if n < ENOUGH else p}"
+        text += f", {self.slowdown:.2f}× the time"
+        if n < ENOUGH:
+            text += f"; fewer than {ENOUGH} segments are too few to tell whether the datastore helps"
+        elif ours.p_bleu is None or ours.p_bleu >= 0.05:
+            text += "; no significant difference was shown"
+        elif ours.bleu < base.bleu:
+            text += "; the datastore makes it worse: do not use it"
+        if self.known:
+            text += (
+                f"; the datastore holds the source or target of {self.known:,} of them, so this says little of new text"
+            )
+        if self.untuned:
+            text += "; k, temperature and weight are untuned defaults"
         return text
 
 
@@ -127,8 +141,9 @@ def build(
             except Error:
                 for name in ("text.sqlite", "draft.json", "lock"):
                     (path / name).unlink(missing_ok=True)
-                if made:
-                    path.rmdir()
+                for folder in made:
+                    with suppress(OSError):  # another has put something there since
+                        folder.rmdir()
                 raise
             draft = replace(draft, measured={"read": asdict(tally)})
             stores.save_draft(path, draft)
@@ -144,10 +159,10 @@ def build(
         return _force_decode(path, draft, model, tally, report)
 
 
-def _make_folder(path: Path) -> bool:
-    """Whether there was none; refuses one with files in it that no build of ours begins with."""
-    made = not path.exists()
+def _make_folder(path: Path) -> list[Path]:
+    """The folders it made, innermost first; refuses one with files in it that no build of ours begins with."""
     try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         strangers = [] if stores.read_draft(path) else [file.name for file in path.iterdir()]
     except OSError as error:
@@ -238,7 +253,7 @@ def train(
     checkpoint = path / "training.safetensors"
 
     def advance(step: Step) -> None:
-        note = f"steps, loss {step.loss:.3f}, retrieval accuracy@8 {step.accuracy:.3f} (best {step.best:.3f})"
+        note = f"steps, retrieval accuracy@8 {step.accuracy:.3f} (best {step.best:.3f}), loss {step.loss:.3f}"
         report("train", step.step, settings.steps, note)
 
     with stores.writing(path):
@@ -498,8 +513,14 @@ def verdict(path: Path, model: Model, decoding: Decoding = Decoding(), report: R
         return judge(translator, [p.source for p in pairs], [p.target for p in pairs], report)
 
 
-def judge(translator: Translator, sources: list[str], references: list[str], report: Report = silent) -> Verdict:
-    """Base against datastore on any segments with references."""
+def judge(
+    translator: Translator,
+    sources: list[str],
+    references: list[str],
+    report: Report = silent,
+    file: str | None = None,
+) -> Verdict:
+    """Base against datastore on any segments with references: those held out, or a `file`'s."""
     language = translator.model.target_language
     refuse_unscorable(language)
     report("evaluate", 0, 2, "systems")
@@ -508,7 +529,11 @@ def judge(translator: Translator, sources: list[str], references: list[str], rep
     ours, our_seconds = timed(translator, sources)
     report("evaluate", 2, 2, "systems")
     systems = {"base": [t.text for t in base], "datastore": [t.text for t in ours]}
-    return Verdict(compare(systems, references, language), our_seconds / base_seconds, base, ours, references)
+    store = translator.datastore
+    known = 0 if store is None else store.pairs.known(zip(sources, references, strict=True))
+    untuned = store is not None and store.manifest.untuned and translator.combiner == store.combiner
+    comparison = compare(systems, references, language)
+    return Verdict(comparison, our_seconds / base_seconds, base, ours, references, file, known, untuned)
 
 
 def accuracy_of(translator: Translator, sources: list[str], references: list[str]) -> dict[int, float]:
@@ -585,8 +610,11 @@ def _entries(manifest: Manifest) -> dict[str, str]:
 def _file_mark(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise InputError(f"{file}: no such file; name a TMX, a TSV or two aligned text files")
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    try:
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
     return {"name": file.name, "blake2b": digest}
 
 

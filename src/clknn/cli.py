@@ -1,16 +1,20 @@
 """The command line: flags in, one library call per command, text and an exit code out.
 
 Errors that a user can put right are one line on stderr and exit code 2; a bug is a traceback and 1; Ctrl-C says how to
-resume and exits 130. Nothing here knows how anything is done, and torch is imported only when a command runs.
+resume, where that is possible, and exits 130. Nothing here knows how anything is done, and torch is imported only when
+a command runs.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from clknn.errors import DatastoreError, Error, InputError, ModelError
 
@@ -39,6 +43,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_NO_MEMORY = re.compile("out of memory|not enough memory|can't allocate memory|bad_alloc", re.IGNORECASE)
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -104,9 +110,13 @@ CombinerOption = Annotated[
 K = Annotated[int | None, typer.Option(help="Neighbours asked for, instead of the tuned number.")]
 Temperature = Annotated[float | None, typer.Option(help="Softness of p_knn, instead of the tuned one.")]
 Weight = Annotated[float | None, typer.Option(help="Share of p_knn from 0 (base model) to 1.")]
-Beam = Annotated[int, typer.Option(min=1, help="Beam width; 1 is greedy.")]
+Beam = Annotated[int, typer.Option(min=1, max=1000, help="Beam width; 1 is greedy.")]
 LengthPenalty = Annotated[float, typer.Option(help="Exponent of the length that scores are divided by.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest translation, in tokens.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Longest translation, in tokens; --longest-ratio can say less.")]
+LongestRatio = Annotated[
+    float,
+    typer.Option(min=0, help="Longest translation, in tokens for each of its source's, and 16 more; 0: no such limit."),
+]
 Batch = Annotated[int, typer.Option(min=1, help="Sentences decoded together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -143,12 +153,12 @@ def adapt(
     from clknn.corpus import Tally
 
     tally = Tally(strict=strict)
-    with Bars() as report:
+    with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         chosen = _method(method, combiner, steps, seed)
         verdict = adaptation.adapt(out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
-    _say_verdict(out, verdict)
+    _say_verdict(out, verdict, hold_out)
 
 
 @app.command()
@@ -171,7 +181,7 @@ def build(
     from clknn.corpus import Tally
 
     tally = Tally(strict=strict)
-    with Bars() as report:
+    with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report, tune_on or ())
     _say_tally(tally)
@@ -234,7 +244,7 @@ def train(
         settings = replace(PAPER if paper else AdapterSettings(), **given | once)
     else:
         raise InputError(f"--method {method.value} has no recipe of its own to train; choose clknn or ckmt")
-    with Bars() as report:
+    with _taken_up(store), Bars() as report:
         trained = adaptation.train(store, settings, _model_of(store, model, device, dtype), states_of, report)
     if trained is None:
         typer.echo(f"{store}: trained with these settings before; next: clknn project {store}")
@@ -266,7 +276,7 @@ def project(
             "--size, --no-centred and --refine do not apply to --raw, which searches the states as they are"
         )
     refined = RefineSettings() if refine else None
-    with Bars() as report:
+    with _taken_up(store), Bars() as report:
         loaded = _model_of(store, model, device, dtype)
         manifest = adaptation.project(store, loaded, raw, size, centred, report, refined)
     measured = manifest.measured["project"]
@@ -284,7 +294,7 @@ def tune(
     """Stage 4: choose k, temperature and weight on the held-out pairs, or train what takes their place."""
     from clknn import adaptation
 
-    with Bars() as report:
+    with _taken_up(store), Bars() as report:
         tuner = None if combiner is None else _tuner(combiner)
         manifest = adaptation.tune(store, _model_of(store, model, device, dtype), tuner, report)
     typer.echo(f"{store}: {_mixing_line(manifest)}")
@@ -300,32 +310,46 @@ def translate(
     beam: Beam = 5,
     length_penalty: LengthPenalty = 1.0,
     max_new_tokens: MaxNewTokens = 256,
+    longest_ratio: LongestRatio = 3.0,
     batch: Batch = 32,
     evidence: Annotated[bool, typer.Option("--evidence", help="Write JSON lines with each word's evidence.")] = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
     """Translate standard input to standard output, one line to one line."""
+    if sys.stdin is None or sys.stdout is None:  # where the shell has closed them
+        name = "input" if sys.stdin is None else "output"
+        raise InputError(
+            f"standard {name} is closed; leave it open, or name a file with {'<' if name == 'input' else '>'}"
+        )
     from clknn.model import Decoding
     from clknn.translator import TooLongError
 
-    decoding = Decoding(beam, length_penalty, max_new_tokens)
+    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
 
-    def say(translations: list[Translation]) -> None:
-        for translation in translations:
-            text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
-            sys.stdout.buffer.write(text.replace("\n", " ").encode() + b"\n")  # some models can produce line feeds
-        sys.stdout.flush()
+    def say(translation: Translation) -> None:
+        text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
+        sys.stdout.buffer.write(text.replace("\n", " ").encode() + b"\n")  # some models can produce line feeds
 
-    line = 0
+    read, refused = 0, 0
     for block in _lines_as_they_come(sys.stdin.fileno()):
-        try:
-            say(translator.translate(block, evidence, batch))
-        except TooLongError as error:
-            say(translator.translate(block[: error.place], evidence, batch))
-            raise InputError(f"standard input:{line + error.place + 1}: {error.reason}") from error
-        line += len(block)
+        texts = list(block)
+        while True:
+            try:
+                translations = translator.translate(texts, evidence, batch)
+                break
+            except TooLongError as error:  # its line is answered by an empty one, and no line is lost
+                texts[error.place] = ""
+                refused += 1
+                err.print(f"standard input:{read + error.place + 1}: {error.reason}", markup=False)
+        for source, translation in zip(block, translations, strict=True):
+            say(replace(translation, source=source))
+        sys.stdout.flush()
+        read += len(block)
+    if refused:
+        lines = f"{refused:,} line{'s' if refused > 1 else ''} of standard input"
+        raise InputError(f"{lines} too long to translate and answered by an empty line; split into sentences")
 
 
 @app.command()
@@ -339,6 +363,7 @@ def evaluate(
     beam: Beam = 5,
     length_penalty: LengthPenalty = 1.0,
     max_new_tokens: MaxNewTokens = 256,
+    longest_ratio: LongestRatio = 3.0,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     as_json: Json = False,
@@ -348,7 +373,7 @@ def evaluate(
     from clknn.corpus import Tally, read_pairs
     from clknn.model import Decoding
 
-    decoding = Decoding(beam, length_penalty, max_new_tokens)
+    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
     with Bars() as report:
         translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
         opened = translator.datastore
@@ -362,12 +387,17 @@ def evaluate(
         pairs = adaptation.fitting(translator.model, named, tally)
         if not pairs:
             raise InputError(f"{store}: no pairs to test on; name a file of them")
+        tally.kept = len(pairs)
         sources, references = [p.source for p in pairs], [p.target for p in pairs]
-        result = adaptation.judge(translator, sources, references, report)
+        result = adaptation.judge(translator, sources, references, report, files[0].name if files else None)
         accuracy = adaptation.accuracy_of(translator, sources, references)
     _say_tally(tally)
     if as_json:
-        scores = asdict(result.comparison) | {"slowdown": result.slowdown, "retrieval_accuracy": accuracy}
+        scores = asdict(result.comparison) | {
+            "slowdown": result.slowdown,
+            "retrieval_accuracy": accuracy,
+            "known": result.known,
+        }
         typer.echo(json.dumps(scores, ensure_ascii=False))
         return
     _say_comparison(result.comparison)
@@ -400,23 +430,48 @@ def inspect(
 
 def main() -> None:
     """The entry point: exit codes and the one-line errors live here."""
-    command = typer.main.get_command(app)
     try:
+        command = typer.main.get_command(app)
         # Not app(), which would answer wrong flags, Ctrl-C and a closed pipe in its own ways before we could.
         with command.make_context("clknn", sys.argv[1:] or ["--help"]) as context:
             command.invoke(context)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # while there is still someone to tell that it failed
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except typer.TyperException as error:
         _fail(f"{error.format_message()} (`clknn --help` and `clknn COMMAND --help` list what there is)")
     except Error as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        err.print("clknn: interrupted; run the same command again: a datastore goes on from where it was")
+    except KeyboardInterrupt as stop:
+        err.print("clknn: interrupted" + "".join(f"; {advice}" for advice in stop.args), markup=False)
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN:
+            raise
+        _drop_output()
+        _fail(f"standard output cannot be written to ({error.strerror}); make room, or send it elsewhere")
+    except (MemoryError, RuntimeError) as error:  # PyTorch says it by a RuntimeError
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        _fail("out of memory; lower --batch or --beam where the command has them, or free some")
+
+
+def _drop_output() -> None:
+    """What is left in the buffer would be written, and fail, once more when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _taken_up(store: Path) -> Iterator[None]:
+    """Around what a second call takes up where the first was interrupted."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"run the same command again: {store} keeps what was done") from stop
 
 
 def _fail(reason: str) -> NoReturn:
@@ -508,13 +563,20 @@ def _refuse_strangers(given: dict[str, Any], settings: type, method: str) -> Non
 def _lines_as_they_come(descriptor: int) -> Iterator[list[str]]:
     """Blocks of the lines that have arrived, so that a person typing waits for one line and a file fills batches."""
     rest, number = b"", 0
-    while chunk := os.read(descriptor, 1 << 16):
+    while chunk := _read(descriptor):
         *lines, rest = (rest + chunk).split(b"\n")
         for start in range(0, len(lines), 256):
             yield from _block(lines[start : start + 256], number + start)
         number += len(lines)
     if rest:
         yield from _block([rest], number)
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError as error:
+        raise InputError(f"standard input cannot be read ({error.strerror}); name a text file with <") from error
 
 
 def _block(lines: list[bytes], number: int) -> Iterator[list[str]]:
@@ -566,9 +628,14 @@ def _say_tally(tally: Tally) -> None:
         err.print(line, markup=False)
 
 
-def _say_verdict(store: Path, verdict: Verdict | None) -> None:
+def _say_verdict(store: Path, verdict: Verdict | None, hold_out: int) -> None:
     if verdict is None:
-        typer.echo(f"{store}: ready; too few pairs to hold any out, so there is no verdict")
+        from clknn import datastore
+
+        reason = "too few pairs to hold any out" if hold_out else "no pairs were to be held out"
+        typer.echo(
+            f"{store}: ready, with {_mixing_line(datastore.read_manifest(store))}; {reason}, so there is no verdict"
+        )
         return
     _say_comparison(verdict.comparison)
     typer.echo(verdict.sentence())
@@ -592,7 +659,8 @@ def _mixing_line(manifest: Manifest) -> str:
     if mixing is None:
         return "not tuned"
     kind = "w*, scaled by confidence" if mixing.scaled else "fixed"
-    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind})"
+    untuned = "; untuned defaults" if manifest.untuned else ""
+    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind}{untuned})"
 
 
 def _say_manifest(store: Path, manifest: Manifest) -> None:
@@ -617,10 +685,11 @@ class Bars:
         self._console = console
         self._bars = Progress(
             TextColumn("{task.description:>8}"),
-            BarColumn(30),
-            TextColumn("{task.fields[note]}"),
+            BarColumn(12),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
+            expand=True,  # so that the note is what is cut where all does not fit
             disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}

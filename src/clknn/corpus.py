@@ -42,6 +42,10 @@ _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]
 _SPACE = re.compile("[^\\S\u00a0\u2007\u202f]{2,}|[^\\S \u00a0\u2007\u202f]")
 _XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 _CODES = frozenset(("bpt", "ept", "it", "ph", "ut"))  # TMX 1.4: their content is the original format's code
+_BREAK_TYPES = frozenset(("lb", "br", "linebreak", "line-break", "newline"))
+_BREAK_CODE = re.compile(r"\s*(<br\b[^>]*>|\\r|\\n)+\s*", re.IGNORECASE)
+_ENCODING = re.compile(rb"encoding\s*=\s*[\"'](?!utf-?8[\"'])|^\xff\xfe|^\xfe\xff", re.IGNORECASE)  # another than UTF-8
+_UNSPLIT = 100  # lines without two columns, behind which a file is taken for no TSV
 _BATCH = 500
 
 
@@ -112,7 +116,7 @@ def read_pairs(paths: Sequence[Path], source: str, target: str, tally: Tally) ->
     if kinds == [".tmx"]:
         return read_tmx(paths[0], source, target, tally)
     if kinds == [".tsv"]:
-        return read_tsv(paths[0], tally)
+        return read_tsv(paths[0], tally, (source, target))
     if len(paths) == 2:
         for path, kind in zip(paths, kinds, strict=True):
             if kind in (".tmx", ".tsv"):
@@ -135,10 +139,16 @@ def read_tmx(path: Path, source: str, target: str, tally: Tally) -> Iterator[Pai
     return _tmx_pairs(path, (source, target), asked, tally)
 
 
-def read_tsv(path: Path, tally: Tally) -> Iterator[Pair]:
-    """The pairs of a UTF-8 file with `source<TAB>target` on each line. Quotes mean nothing here."""
+def read_tsv(path: Path, tally: Tally, languages: tuple[str, str] | None = None) -> Iterator[Pair]:
+    """The pairs of a UTF-8 file with `source<TAB>target` on each line. Quotes mean nothing here.
+
+    Where the first two columns say just that, or name the two `languages`, they are a header and no pair.
+    """
     _refuse_unreadable(path)
-    return _tsv_pairs(path, tally)
+    headers = [["source", "target"]]
+    if languages is not None:
+        headers.append([_normal_tag(language) for language in languages])
+    return _tsv_pairs(path, tally, headers)
 
 
 def read_aligned(source_path: Path, target_path: Path, tally: Tally) -> Iterator[Pair]:
@@ -392,6 +402,18 @@ class Pairs:
         (count,) = self._connection.execute(query, (role,) if role else ()).fetchone()
         return int(count)
 
+    def known(self, texts: Iterable[tuple[str, str]]) -> int:
+        """How many of these (source, target) have the folded source or the folded target of a stored pair."""
+        folds = [(_digest(fold(source)), _digest(fold(target))) for source, target in texts]
+        asked = tuple({fold[side] for fold in folds} for side in (0, 1))
+        stored = self._connection.execute("SELECT source_fold, target_fold FROM pairs WHERE role = 'stored'")
+        seen: tuple[set[bytes], set[bytes]] = set(), set()  # one pass, in the memory of what was asked
+        for row in stored:
+            for side in (0, 1):
+                if row[side] in asked[side]:
+                    seen[side].add(row[side])
+        return sum(source in seen[0] or target in seen[1] for source, target in folds)
+
     def each(self, role: Role, after: int | None = None) -> Iterator[tuple[int, Pair]]:
         """The pairs of one role in the order of ids larger than `after`; no lock is held in between."""
         last = -1 if after is None else after
@@ -481,7 +503,7 @@ def _reading(path: Path) -> Iterator[IO[bytes]]:
         raise InputError(f"{path}: cannot be read ({error.strerror or error}); check the file") from error
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, advice: str = "save the file as UTF-8") -> Iterator[str]:
     with _reading(path) as file:
         number = 0
         while line := file.readline(LARGEST):
@@ -493,7 +515,7 @@ def _lines(path: Path) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"{path}:{number}: not UTF-8 at byte {error.start + 1} of the line"
-                    f" (0x{error.object[error.start]:02x}); save the file as UTF-8"
+                    f" (0x{error.object[error.start]:02x}); {advice}"
                 ) from error
             yield text
 
@@ -514,20 +536,30 @@ def _clean_pair(source: str, target: str, origin: Origin, tally: Tally) -> Pair 
     return None
 
 
-def _tsv_pairs(path: Path, tally: Tally) -> Iterator[Pair]:
+def _tsv_pairs(path: Path, tally: Tally, headers: list[list[str]]) -> Iterator[Pair]:
+    first: InputError | None = None  # of the first line without two columns, while no line has them
+    split = False
     for number, line in enumerate(_lines(path), start=1):
         columns = line.split("\t")
-        if len(columns) != 2 and number == 1:
-            raise InputError(
-                f"{path}:1: expected source<TAB>target, read {len(columns)} column(s);"
-                " is this a TSV file of two columns?"
-            )
         tally.read += 1
         origin = Origin(path.name, line=number)
         if len(columns) != 2:
+            first = first or InputError(
+                f"{path}:{number}: expected source<TAB>target, read {len(columns)} column(s);"
+                " is this a TSV file of two columns?"
+            )
+            if not split and number >= _UNSPLIT:
+                raise first
             tally.skip("not two columns", str(origin))
-        elif pair := _clean_pair(columns[0], columns[1], origin, tally):
-            yield pair
+        elif not split and [_normal_tag(column) for column in columns] in headers:
+            split = True
+            tally.skipped["header"] = Skip(1, str(origin))  # also where strict: nothing is lost
+        else:
+            split = True
+            if pair := _clean_pair(columns[0], columns[1], origin, tally):
+                yield pair
+    if first is not None and not split:
+        raise first
 
 
 def _aligned_pairs(source_path: Path, target_path: Path, tally: Tally) -> Iterator[Pair]:
@@ -583,7 +615,10 @@ class _OneLineAtATime:
         self._reference = b"&" in chunk
         self.unit_bytes += len(chunk)
         if self.unit_bytes > LARGEST:
-            raise InputError(f"{self._path}:{self.line}: more than {LARGEST:,} bytes with no end of a <tu>; is it TMX?")
+            raise InputError(
+                f"{self._path}:{self.line}: more than {LARGEST:,} bytes with no end of a <tu>;"
+                " remove this unit, if it is TMX"
+            )
         return chunk
 
 
@@ -620,11 +655,15 @@ def _tmx_pairs(path: Path, names: tuple[str, str], asked: tuple[str, str], tally
                     _forget(element)
                     lines.unit_bytes = 0
         except etree.XMLSyntaxError as error:
+            if re.search("Invalid bytes|not proper UTF-8", str(error.msg)):
+                _refuse_encoding(path)
             raise _not_xml(path, error.lineno or lines.line, str(error.msg)) from error
     if units == 0:
         raise InputError(f"{path}: no translation unit (<tu>) in it; is this a TMX file with content?")
     if not both:
-        listed = ", ".join(f"{tag} ({count:,} units)" for tag, count in found.most_common(20)) or "none"
+        listed = (
+            ", ".join(f"{tag or 'no language'} ({count:,} units)" for tag, count in found.most_common(20)) or "none"
+        )
         raise InputError(f"{path}: no unit has both {names[0]} and {names[1]}; ask for two of those found: {listed}")
 
 
@@ -638,8 +677,18 @@ def _refuse_entities(path: Path, element: Any) -> None:
         )
 
 
+def _refuse_encoding(path: Path) -> None:
+    """Names the first byte that is not UTF-8, which the parser does not; it may say what other encoding it is in."""
+    with _reading(path) as file:
+        if _ENCODING.search(file.read(1000)):
+            return
+    for _ in _lines(path, 'save the file as UTF-8, or name its encoding in the first line (encoding="windows-1252")'):
+        pass
+
+
 def _not_xml(path: Path, line: int, said: str) -> InputError:
     said = re.sub(r",? line \d+, column \d+.*", "", said, flags=re.DOTALL).strip().rstrip(".")
+    said = re.sub(r",? *(use|try) XML_PARSE_HUGE( option)?", " is more than is read", said)
     cut = "the file is cut short: " if said.startswith("Premature end") else ""
     return InputError(f"{path}:{line}: not well-formed XML ({cut}{said}); correct it or export the file again")
 
@@ -657,7 +706,10 @@ def _variants(unit: Any) -> list[tuple[str, Any]]:
 
 
 def _text_of(segment: Any, path: Path, line: int) -> str:
-    """The words of a <seg>: native codes and what is in them dropped, every other wrapper's text kept."""
+    """The words of a <seg>: native codes and what is in them dropped, every other wrapper's text kept.
+
+    A code that breaks the line stands between words, and becomes a space.
+    """
     if segment is None:
         return ""
     if len(segment) == 0:
@@ -672,9 +724,16 @@ def _text_of(segment: Any, path: Path, line: int) -> str:
                 parts.append(element.tail or "")
         elif _local_name(element) in _CODES:
             walk.skip_subtree()
+            if _breaks_line(element):
+                parts.append(" ")
         else:
             parts.append(element.text or "")
     return "".join(parts)
+
+
+def _breaks_line(code: Any) -> bool:
+    kind = (code.get("type") or "").lower().removeprefix("x-")
+    return kind in _BREAK_TYPES or _BREAK_CODE.fullmatch(code.text or "") is not None
 
 
 def _forget(unit: Any) -> None:

@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialised
 from torch import Tensor
 
 from clknn import index as indices
@@ -53,7 +54,9 @@ _OURS = re.compile(
     r"(states|values|pairs|positions|keys|adapter|projection|combiner|index|text)(\.\d+)?\.(npy|safetensors|faiss|sqlite)"
     r"(-journal)?|(manifest|draft|progress)\.json\.new|training\.safetensors\.new"
 )
-_FULL = re.compile("No space left|Disk quota exceeded|disk is full")  # as faiss, safetensors and SQLite say it
+# As the system, faiss, safetensors and SQLite say it.
+_FULL = re.compile("No space left|Disk quota exceeded|disk is full")
+_FORBIDDEN = re.compile("Permission denied|Operation not permitted|Read-only file system|readonly database")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ class Manifest:
     mixing: Mixing | None = None
     files: dict[str, FileMark] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def untuned(self) -> bool:
+        """Its k, temperature and weight are the defaults: there was nothing to choose them on, or not yet."""
+        return self.mixing is not None and "tune" not in self.options
 
     def having(self, stage: str, options: dict[str, Any], measured: dict[str, Any], **changes: Any) -> Manifest:
         """This manifest after a stage."""
@@ -152,10 +160,12 @@ class Datastore:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a finished datastore, or the reason why there is none."""
-    if not path.is_dir():
+    if not _exists(path):
         raise DatastoreError(f"{path}: no datastore is here; make one with `clknn adapt FILE --out {path}`")
-    if not (path / "manifest.json").exists():
-        if (path / "draft.json").exists():
+    if not path.is_dir():
+        raise DatastoreError(f"{path}: is a file, and a datastore is a folder; name one that `clknn adapt` has made")
+    if not _exists(path / "manifest.json"):
+        if _exists(path / "draft.json"):
             raise DatastoreError(f"{path}: half-built: {_how_far(path)}")
         raise DatastoreError(f"{path}: a folder without manifest.json is no datastore; make one with `clknn adapt`")
     return _parse(path / "manifest.json")
@@ -164,9 +174,16 @@ def read_manifest(path: Path) -> Manifest:
 def read_draft(path: Path) -> Manifest | None:
     """The newest manifest, finished or not; None where nothing was begun."""
     for name in ("manifest.json", "draft.json"):
-        if (path / name).exists():
+        if _exists(path / name):
             return _parse(path / name)
     return None
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError as error:  # a folder that may not be entered; elsewhere the answer is no
+        raise DatastoreError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
 
 
 def _parse(file: Path) -> Manifest:
@@ -179,9 +196,27 @@ def _parse(file: Path) -> Manifest:
             )
         raw["files"] = {name: FileMark(**mark) for name, mark in raw["files"].items()}
         raw["mixing"] = None if raw["mixing"] is None else Mixing(**raw["mixing"])
-        return Manifest(**raw)
+        manifest = Manifest(**raw)
+        if file.name == "manifest.json":
+            _refuse_lacking(manifest)
+        return manifest
+    except OSError as error:
+        raise DatastoreError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DatastoreError(f"{file}: damaged ({type(error).__name__}: {error}); build the datastore again") from error
+
+
+def _refuse_lacking(manifest: Manifest) -> None:
+    """A manifest can be JSON, and of this version, and yet not name what every finished datastore has."""
+    if absent := sorted({*ENTRY_FILES, "text", "keys", "projection", "index"} - set(manifest.files)):
+        raise ValueError(f"no {', '.join(absent)} among its files")
+    stages = {"build", "project", *manifest.options}
+    stages |= {stage for stage, file in (("train", "adapter"), ("tune", "combiner")) if file in manifest.files}
+    for name, notes in (("options", manifest.options), ("measured", manifest.measured)):
+        if absent := sorted(stages - set(notes)):
+            raise ValueError(f"no {', '.join(absent)} in its {name}")
+    if manifest.mixing is not None and manifest.mixing.k > manifest.entries:
+        raise ValueError(f"k is {manifest.mixing.k} of {manifest.entries} entries")
 
 
 def _how_far(path: Path) -> str:
@@ -245,6 +280,8 @@ def read_combiner(path: Path, manifest: Manifest) -> Combiner | None:
         tensors = load_file(file)
         for kind in (MetaK, Kernel, Gate):
             if combiner := kind.of(tensors):
+                if combiner.k > manifest.entries:
+                    raise KeyError(f"{combiner.k} neighbours of {manifest.entries} entries")
                 return combiner
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise DatastoreError(f"{file}: not a combiner ({error}); run `clknn tune` again") from error
@@ -258,7 +295,7 @@ def with_combiner(path: Path, manifest: Manifest, combiner: Combiner) -> Manifes
         return replace(manifest, mixing=combiner, files=files)
     assert isinstance(combiner, MetaK | Kernel | Gate)
     file = fresh(path, "combiner", "safetensors")
-    save_file(combiner.tensors(), file)
+    file.write_bytes(serialised(combiner.tensors()))  # save_file lets only its owner read it
     return replace(manifest, mixing=None, files=files | {"combiner": mark_of(file)})
 
 
@@ -318,7 +355,7 @@ def _text(manifest: Manifest) -> str:
 
 @contextmanager
 def writing(path: Path, begins: bool = False) -> Iterator[None]:
-    """One writer at a time; a full disk is reported with what to do, and leaves what was committed.
+    """One writer at a time; a full disk or a forbidden one is reported with what to do, and leaves what was committed.
 
     What a change that was killed left behind is swept away first: it takes the space that this one needs. Only where
     a datastore `begins` may there be none yet.
@@ -331,7 +368,10 @@ def writing(path: Path, begins: bool = False) -> Iterator[None]:
                 _sweep(path, newest)
             yield
         except (OSError, sqlite3.OperationalError, RuntimeError, SafetensorError) as error:
-            if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT) and not _FULL.search(str(error)):
+            code, said = getattr(error, "errno", None), str(error)
+            if forbidden := _FORBIDDEN.search(said):
+                raise DatastoreError(f"{path}: cannot be written to ({forbidden[0]}); make it writable") from error
+            if code not in (errno.ENOSPC, errno.EDQUOT) and not _FULL.search(said):
                 raise
             free = shutil.disk_usage(path).free / 1e6
             raise DatastoreError(

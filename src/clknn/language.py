@@ -56,3 +56,8 @@ def read_language(tag: str) -> Language:
         likely.territory or "",
         tuple(part for part in ((said.territory or "").lower(), *(parts[4] or "").lower().split("-")) if part),
     )
+
+
+def is_language(tag: str) -> bool:
+    """Whether a tag is one that a registry knows, in whatever way it is written."""
+    return langcodes.tag_is_valid(tag.strip().replace("_", "-"))

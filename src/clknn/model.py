@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -41,9 +43,12 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from clknn.errors import InputError, ModelError
-from clknn.language import read_language
+from clknn.language import is_language, read_language
 
 Tokens = list[int]
+
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_UNLISTED = frozenset(("ns",))  # M2M100's own code for Northern Sotho, which no registry has
 
 # (step, states [R, D], log p_model [R, V]) -> log p_mix [R, V]; step counts from the decoder start.
 Mix = Callable[[int, Tensor, Tensor], Tensor]
@@ -133,16 +138,20 @@ def load(
 
     `prefix` is put before each source (T5's "translate German to English: "); None takes the checkpoint's own.
     """
+    _refuse_languages(source, target)
     precisions = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in precisions:
         raise InputError(f"dtype {dtype!r} is not served; choose float32 or bfloat16")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device {device!r} was asked for, and this machine has no CUDA; use --device cpu")
+    _refuse_device(device)
+    _refuse_path(name)
     _quiet()
+    part = "configuration"
     try:
         config = AutoConfig.from_pretrained(name)
         _refuse_other_kinds(name, config)
+        part = "weights"
         network = AutoModelForSeq2SeqLM.from_pretrained(name, dtype=precisions[dtype])
+        part = "tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -150,7 +159,38 @@ def load(
             f"{name}: no translation model could be loaded from here ({reason}); "
             "give a folder or hub name that transformers' from_pretrained accepts"
         ) from error
+    except (TypeError, AttributeError, RuntimeError, SafetensorError) as error:  # what missing halves of files cause
+        raise ModelError(
+            f"{name}: its {part} cannot be read, a file is missing or damaged ({error}); copy or download it again"
+        ) from error
     return TransformersModel(name, network.to(device).eval(), tokenizer, source, target, prefix)
+
+
+def _refuse_languages(source: str, target: str) -> None:
+    for tag in (source, target):
+        if tag not in _UNLISTED and not is_language(tag):
+            raise InputError(f"{tag!r} is not a language tag; give one such as de, pt-BR or zh-Hant")
+    if read_language(source).essence == read_language(target).essence:
+        raise InputError(f"source and target language are both {source!r}; name two languages")
+
+
+def _refuse_device(device: str) -> None:
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device {device!r} was asked for, and this machine has no CUDA; use --device cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:  # by the kind of device
+        reason = str(error).splitlines()[0]
+        raise InputError(f"device {device!r} cannot be used here ({reason}); use --device cpu") from error
+
+
+def _refuse_path(name: str) -> None:
+    if Path(name).is_file():
+        raise ModelError(f"{name}: is a file; give the folder of the checkpoint, or a hub name")
+    if not Path(name).exists() and not _HUB_NAME.fullmatch(name):
+        raise ModelError(
+            f"{name}: no such folder; check the path, or give a hub name such as Helsinki-NLP/opus-mt-de-en"
+        )
 
 
 def _quiet() -> None:

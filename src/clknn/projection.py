@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialised
 from torch import Tensor
 
 from clknn.adapter import Adapter
@@ -88,7 +88,8 @@ def save(projection: Projection, path: Path) -> None:
         tensors["pca.mean"] = projection.mean
     if projection.axes is not None:
         tensors["pca.axes"] = projection.axes
-    save_file(tensors, path, {"projection": json.dumps({"normed": projection.normed})})
+    note = {"projection": json.dumps({"normed": projection.normed})}
+    path.write_bytes(serialised(tensors, note))  # save_file lets only its owner read it
 
 
 def read(path: Path) -> Projection:
