@@ -213,7 +213,7 @@ def test_a_language_is_found_among_the_models_codes(
         ("nllb", "sr-Latn", r"0 languages for 'sr-Latn' in the script Latn; name one of: srp_Cyrl$"),
         ("nllb", "fa-DE", r"2 languages for 'fa-DE'; name one of: pes_Arab, prs_Arab$"),
         ("nllb", "ak", r"2 languages for 'ak'; name one of: aka_Latn, twi_Latn$"),
-        ("nllb", "German", r"0 languages for 'German'; name one of: ace_Arab, "),
+        ("nllb", "German", r"'German' is not a language tag; give one such as de"),
     ],
 )
 def test_a_language_that_is_not_one_of_the_models_is_refused(
