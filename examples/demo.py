@@ -113,10 +113,10 @@ def _evidence(translator: Translator, test: list[Pair], result: adaptation.Verdi
         if 6 <= len(pair.source.split()) <= 14 and result.base[i].text != result.ours[i].text
     )
     (translation,) = translator.translate([test[i].source], evidence=True)
-    table = Table(title=f"\nWhy: {translation.text}", title_justify="left")
-    for column, width in (("word", 12), ("from memory", 11), ("model p", 7), ("share", 5)):
-        table.add_column(column, no_wrap=True, min_width=width, overflow="ellipsis")
-    table.add_column("stored pair that voted (unit of the TMX)", no_wrap=True, overflow="ellipsis")
+    console.print(Text(f"\nWhy: {translation.text}"))
+    table = Table()
+    for column, width in (("word", 12), ("from memory", 11), ("model p", 7), ("share", 5), ("stored pair (unit)", 56)):
+        table.add_column(column, no_wrap=True, width=width, overflow="ellipsis")
     for word in translation.words or []:
         rows = [(f"{s.share:.2f}", f"{s.pair.target} = {s.pair.source} ({s.pair.origin.unit})") for s in word.support]
         for n, (share, pair) in enumerate(rows[:2] or [("", "none")]):

@@ -50,7 +50,9 @@ class System:
 
 def systems(config: dict[str, Any]) -> list[System]:
     """The rows of the table, so ordered that each representation is made once."""
-    contrast = replace(AdapterSettings(), **config.get("adapter", {}))
+    asked = config.get("adapter", {})
+    asked |= {name: asked[name] or None for name in ("refresh", "centre_entries") if name in asked}  # TOML has no None
+    contrast = replace(AdapterSettings(), **asked)
     ckmt = replace(CkmtSettings(), **config.get("ckmt", {}))
     fixed, clknn = Grid(scaled=False), replace(CLKNN, adapter=contrast)
     rows = [
@@ -76,6 +78,7 @@ def main(
     config: Annotated[Path, typer.Argument(help="A TOML file of runs/.")],
     data: Annotated[Path, typer.Option(help="What the configuration's paths are relative to.")] = Path(),
     work: Annotated[Path, typer.Option(help="Where datastores and cells go; kept, and resumed from.")] = Path("build"),
+    only: Annotated[list[str] | None, typer.Option(help="These sets alone; other cells stay for another run.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Subsets: minutes, to see that it runs.")] = False,
     results: Annotated[Path, typer.Option(help="Where the table goes.")] = ROOT / "results",
 ) -> None:
@@ -84,14 +87,17 @@ def main(
         settings |= settings.pop("quick")
     settings.pop("quick", None)
     name = config.stem + ("-quick" if quick else "")
+    sets = list(settings["sets"])
+    if strangers := set(only or ()) - set(sets):
+        raise InputError(f"{config}: has no sets {sorted(strangers)}; choose among {sets}")
     bench = Bench(settings, data, work / name)
     bench.refuse_another_configuration()
-    for set_name in settings["sets"]:
+    for set_name in only or sets:
         bench.build(set_name)
         bench.base(set_name)
         for system in systems(settings):
             bench.cell(set_name, system)
-    record = {"name": name, **bench.table()}
+    record = {"name": name, **bench.table(only or sets)}
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf8")
 
@@ -250,9 +256,9 @@ class Bench:
 
     # -- the table --------------------------------------------------------------------------------------------------
 
-    def table(self) -> dict[str, Any]:
+    def table(self, set_names: list[str]) -> dict[str, Any]:
         names = ["base", *(system.name for system in systems(self.config))]
-        sets = {set_name: self._set(set_name, names) for set_name in self.config["sets"]}
+        sets = {set_name: self._set(set_name, names) for set_name in set_names}
         return {"sets": sets, "signature": self.signature | {"command": f"runs/reproduce.sh {self.work.name}"}}
 
     def _set(self, set_name: str, names: list[str]) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import tiny
+from clknn.adapter import PAPER
 from clknn.errors import InputError
 
 ROOT = Path(__file__).parent.parent
@@ -87,3 +90,16 @@ def test_cells_of_another_configuration_are_refused(reproduce: ModuleType, desk:
 def test_a_system_that_is_none_is_refused_by_name(reproduce: ModuleType) -> None:
     with pytest.raises(InputError, match=r"\['magic'\] are not known"):
         reproduce.systems({"systems": ["magic"]})
+
+
+def test_the_papers_configuration_is_the_papers(reproduce: ModuleType) -> None:
+    config = tomllib.loads((ROOT / "runs" / "paper.toml").read_text(encoding="utf8"))
+    methods = {system.name: system.method for system in reproduce.systems(config)}
+    assert methods["CLKNN+w*"].adapter == replace(PAPER, inner=4096, width=512)
+    assert (PAPER.inner, PAPER.width) == (None, None)  # derived from D, where they are the same
+
+
+@pytest.mark.parametrize("name", ["bench", "demo"])
+def test_every_configuration_names_systems_that_there_are(reproduce: ModuleType, name: str) -> None:
+    config = tomllib.loads((ROOT / "runs" / f"{name}.toml").read_text(encoding="utf8"))
+    assert reproduce.systems(config)[0].name == reproduce.REFERENCE
