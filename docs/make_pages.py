@@ -105,16 +105,7 @@ def _averages(sets: dict[str, Any]) -> str:
 
 
 def _scores(systems: dict[str, Any]) -> str:
-    head = [
-        "system",
-        "BLEU",
-        "chrF2",
-        "brevity",
-        "p, kNN-MT",
-        "p, best baseline",
-        "k, temperature, weight",
-        "time, kNN-MT",
-    ]
+    head = ["system", "BLEU", "chrF2", "brevity", "p, kNN-MT", "p, best baseline", "k, temperature, weight"]
     rows = []
     for name, row in systems.items():
         test, mixing = row["test"], row.get("mixing")
@@ -146,10 +137,12 @@ def _harm(sets: dict[str, Any]) -> str:
 def _accuracies(systems: dict[str, Any]) -> str:
     rows = []
     for where in ("accuracy, memory", "accuracy, dev"):
+        same: dict[tuple[str, ...], list[str]] = {}  # systems with the same keys retrieve the same
         for name, row in systems.items():
             if where in row:
-                numbers = [f"{row[where][k]:.3f}" for k in KS]
-                rows.append([f"{name}, {where.removeprefix('accuracy, ')} as datastore", *numbers])
+                same.setdefault(tuple(f"{row[where][k]:.3f}" for k in KS), []).append(name)
+        place = where.removeprefix("accuracy, ")
+        rows += [[f"{' · '.join(names)}; {place} as datastore", *numbers] for numbers, names in same.items()]
     return _rows(["retrieval accuracy", *(f"@{k}" for k in KS)], rows)
 
 

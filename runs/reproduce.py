@@ -97,7 +97,8 @@ def main(
         bench.base(set_name)
         for system in systems(settings):
             bench.cell(set_name, system)
-    record = {"name": name, **bench.table(only or sets)}
+    words = f"runs/reproduce.sh runs/{config.name} --data DATA{' --quick' if quick else ''}"
+    record = {"name": name, **bench.table(only or sets, words + "".join(f" --only {each}" for each in only or ()))}
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf8")
 
@@ -256,10 +257,10 @@ class Bench:
 
     # -- the table --------------------------------------------------------------------------------------------------
 
-    def table(self, set_names: list[str]) -> dict[str, Any]:
+    def table(self, set_names: list[str], command: str) -> dict[str, Any]:
         names = ["base", *(system.name for system in systems(self.config))]
         sets = {set_name: self._set(set_name, names) for set_name in set_names}
-        return {"sets": sets, "signature": self.signature | {"command": f"runs/reproduce.sh {self.work.name}"}}
+        return {"sets": sets, "signature": self.signature | {"command": command}}
 
     def _set(self, set_name: str, names: list[str]) -> dict[str, Any]:
         cells = {name: json.loads((self.work / f"{set_name}.{name}.json").read_text("utf8")) for name in names}
