@@ -34,7 +34,7 @@ def main() -> None:
     for window in forced.windows(model, iter(enumerate(pairs))):
         sources, targets = [row.source for row in window], [row.target for row in window]
         entries += sum(len(row) for row in targets)
-        for batch in forced._batches(range(len(window)), sources, targets, forced.BATCH_TOKENS):
+        for batch in forced.batches(range(len(window)), sources, targets, forced.BATCH_TOKENS):
             batches.append(_tensors(model, [sources[i] for i in batch], [targets[i] for i in batch]))
     for batch in batches[:3]:  # warm up
         _bare(model, [batch], logits=True)

@@ -80,7 +80,13 @@ def _tables(record: dict[str, Any]) -> list[str]:
         ]
         [place, *_] = one["signatures"]
         parts.append("BLEU `{}`; chrF2 `{}`".format(*one["signatures"][place]))
-    parts += ["### What general text loses", _harm(sets), _signature(record["signature"])]
+    if any(place.startswith("general") for one in sets.values() for place in one["overlap"]):
+        parts += [
+            "### What general text loses",
+            "BLEU less than the base model's, with the store attached.",
+            _harm(sets),
+        ]
+    parts.append(_signature(record["signature"]))
     if len(sets) > 1:
         parts[1:1] = ["### BLEU on each set, and the average", _averages(sets)]
     return parts

@@ -97,7 +97,7 @@ def main(
         bench.base(set_name)
         for system in systems(settings):
             bench.cell(set_name, system)
-    words = f"runs/reproduce.sh runs/{config.name} --data DATA{' --quick' if quick else ''}"
+    words = f"runs/reproduce.sh runs/{config.name}{' --data DATA' * (data != Path())}{' --quick' * quick}"
     record = {"name": name, **bench.table(only or sets, words + "".join(f" --only {each}" for each in only or ()))}
     results.mkdir(exist_ok=True)
     (results / f"{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -103,3 +104,12 @@ def test_the_papers_configuration_is_the_papers(reproduce: ModuleType) -> None:
 def test_every_configuration_names_systems_that_there_are(reproduce: ModuleType, name: str) -> None:
     config = tomllib.loads((ROOT / "runs" / f"{name}.toml").read_text(encoding="utf8"))
     assert reproduce.systems(config)[0].name == reproduce.REFERENCE
+
+
+@pytest.mark.parametrize("program", ["force_decoding", "training"])
+def test_a_benchmark_prints_one_record_last(program: str, tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), "--pairs", "48"]
+    ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    record = json.loads(ran.stdout.splitlines()[-1])
+    assert set(record) == {"measured", "signature"}
+    assert json.loads((tmp_path / "results" / f"{program}.json").read_text()) == record
