@@ -193,7 +193,7 @@ class Bench:
         adaptation.represent(path, self.model, system.method, say, elsewhere)
         manifest = adaptation.tune(path, self.model, system.method.tuner, say)
         prepared = time.perf_counter() - started
-        with Translator.open(path, self.model, decoding=self.decoding).datastore as store:  # type: ignore[union-attr]
+        with datastore.open_datastore(path, self.model) as store:
             translator = Translator(self.model, store, store.combiner, self.decoding)
             record = self._translated(translator, set_name)
             record |= self._accuracies(translator, set_name)

@@ -441,7 +441,9 @@ def tune(path: Path, model: Model, tuner: Tuner | None = None, report: Report = 
         )
         seconds = {"retrieval": round(fetched - started, 1), "tuning": round(time.perf_counter() - fetched, 1)}
         done = stores.with_combiner(path, manifest, chosen.combiner)
-        done = done.having("tune", {"combiner": tuner.name} | asdict(tuner), chosen.measured | {"seconds": seconds})  # type: ignore[call-overload]
+        settings: Any = tuner  # a Protocol cannot say that its sides are dataclasses
+        asked = {"combiner": tuner.name, **asdict(settings)}
+        done = done.having("tune", asked, chosen.measured | {"seconds": seconds})
         stores.save_draft(path, done)
         report("tune", 1, 1, "done")
     return done
