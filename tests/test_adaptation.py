@@ -644,3 +644,15 @@ def test_accuracy_needs_a_segment_that_fits(store: Path, model: Model) -> None:
         accuracy = adaptation.accuracy_of(translator, ["haus baum"], ["house tree"])
     assert list(accuracy) == [1, 2, 4, 8, 16, 32, 64]
     assert all(0 <= share <= 1 for share in accuracy.values())
+
+
+@pytest.mark.parametrize("name", ["index", "projection", "keys"])
+def test_what_project_made_and_was_damaged_is_made_again(store: Path, model: Model, name: str) -> None:
+    """It is what the error advises."""
+    file = store / read_manifest(store).files[name].name
+    file.write_bytes(bytes(len(file.read_bytes())))
+    with pytest.raises(DatastoreError):
+        open_datastore(store, model)
+    adaptation.project(store, model)
+    with open_datastore(store, model):
+        assert verify(store) == []

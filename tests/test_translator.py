@@ -105,7 +105,9 @@ def test_settings_that_cannot_be(opened: Open) -> None:
     translator = opened()
     assert translator.datastore is not None
     entries = translator.datastore.entries
-    assert translator.with_mixing(k=entries).combiner.k == entries  # type: ignore[union-attr]
+    most = translator.with_mixing(k=entries).combiner
+    assert most is not None
+    assert most.k == entries
     with pytest.raises(InputError, match=rf"k is {entries + 1} and .* has {entries} entries; ask for fewer"):
         translator.with_mixing(k=entries + 1)
     assert translator.base.with_mixing() == translator.base

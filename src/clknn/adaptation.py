@@ -356,7 +356,8 @@ def project(
         manifest = _begun(path, model)
         asked["entries"] = _entries(manifest)
         asked["adapter"] = None if vanilla or "adapter" not in manifest.files else manifest.files["adapter"].blake2b
-        if manifest.options.get("project") == asked and "index" in manifest.files:
+        done_before = manifest.options.get("project") == asked and "index" in manifest.files
+        if done_before and not stores.damaged(path, manifest, ("keys", "projection", "index")):
             return manifest
         held_out = force_held_out(path, manifest, model, "tune")
         started = time.perf_counter()

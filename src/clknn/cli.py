@@ -279,6 +279,10 @@ def project(
     with _taken_up(store), Bars() as report:
         loaded = _model_of(store, model, device, dtype)
         manifest = adaptation.project(store, loaded, raw, size, centred, report, refined)
+    if not raw and "adapter" not in manifest.files:
+        err.print(
+            f"{store}: no adapter was trained, so these are raw states narrowed by PCA; `clknn train {store}` first"
+        )
     measured = manifest.measured["project"]
     typer.echo(f"{store}: {measured['index']}; next: clknn tune {store}")
 

@@ -503,13 +503,18 @@ def _finish(
     commit(store.path, changed)
 
 
+def damaged(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Those of these files that are gone, or are not what the manifest says."""
+    marks = {name: manifest.files[name] for name in names if name in manifest.files}
+    return [n for n, mark in marks.items() if not (path / mark.name).exists() or mark_of(path / mark.name) != mark]
+
+
 def verify(path: Path) -> list[str]:
     """What is wrong with a datastore, a sentence each: checksums, counts, and values the model could not produce."""
     manifest = read_manifest(path)
     wrong = [
-        f"{path / mark.name}: its checksum is not the manifest's; restore it, or build again"
-        for mark in manifest.files.values()
-        if not (path / mark.name).exists() or mark_of(path / mark.name) != mark
+        f"{path / manifest.files[name].name}: its checksum is not the manifest's; restore it, or build again"
+        for name in damaged(path, manifest, manifest.files)
     ]
     if wrong:
         return wrong
