@@ -175,7 +175,15 @@ def test_untuned_settings_are_called_so(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_help_and_version_never_import_torch() -> None:
-    for words in (["--help"], ["--version"], ["adapt", "--help"], ["translate", "--help"], ["inspect", "--help"], []):
+    for words in (
+        ["--help"],
+        ["--version"],
+        ["adapt", "--help"],
+        ["translate", "--help"],
+        ["inspect", "--help"],
+        ["figures", "--help"],
+        [],
+    ):
         code = (
             "import sys; from clknn import cli; sys.argv = ['clknn', *sys.argv[1:]]\n"
             "try: cli.main()\n"

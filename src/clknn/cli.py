@@ -432,6 +432,39 @@ def inspect(
         typer.echo("health: every checksum holds" if verify else "health: opens; --verify checks every byte")
 
 
+@app.command()
+def figures(
+    store: Store,
+    files: Annotated[list[Path] | None, typer.Argument(help="Pairs to ask with; without any, those held out.")] = None,
+    out: Annotated[Path, typer.Option(help="The folder for PNG, SVG and figures.json.")] = Path("figures"),
+    model: OtherModel = None,
+    seed: Seed = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+) -> None:
+    """Draw a datastore: retrieval accuracy, a t-SNE of its values, what confidence is worth; with the numbers."""
+    from clknn import adaptation, datastore
+    from clknn import figures as drawing
+    from clknn.corpus import Tally, read_pairs
+
+    tally = Tally()
+    with Bars() as report:
+        loaded = _model_of(store, model, device, dtype)
+        with datastore.open_datastore(store, loaded) as opened:
+            manifest = opened.manifest
+            if files:
+                named = read_pairs(files, manifest.source_language, manifest.target_language, tally)
+            else:
+                named = (pair for _, pair in opened.pairs.each("test"))
+            pairs = adaptation.fitting(loaded, named, tally)
+            if not pairs:
+                raise InputError(f"{store}: no pairs to ask with; name a file of them")
+            drawn = drawing.of_datastore(opened, loaded, pairs, out, seed, report)
+    tally.kept = len(pairs)
+    _say_tally(tally)
+    typer.echo(f"{out}: {', '.join(file.name for file in drawn)}; asked with {len(pairs):,} segments")
+
+
 def main() -> None:
     """The entry point: exit codes and the one-line errors live here."""
     try:
