@@ -24,6 +24,8 @@ from clknn.corpus import Origin, Pair, Pairs, Tally, fold
 from clknn.datastore import open_datastore, read_draft, read_manifest, verify
 from clknn.errors import DatastoreError, InputError
 from clknn.evaluation import Comparison, Score
+from clknn.methods.gate import GateTuner
+from clknn.methods.neighbourhood import RefineSettings
 from clknn.model import Model
 from clknn.tuning import Grid
 
@@ -656,3 +658,12 @@ def test_what_project_made_and_was_damaged_is_made_again(store: Path, model: Mod
     adaptation.project(store, model)
     with open_datastore(store, model):
         assert verify(store) == []
+
+
+@pytest.mark.parametrize("keys", [None, adaptation.CKMT_ADAPTIVE.adapter])
+@pytest.mark.parametrize(
+    "options", [{"tuner": Grid(scaled=True)}, {"tuner": GateTuner()}, {"refined": RefineSettings()}]
+)
+def test_what_does_not_apply_to_keys_with_distances_is_refused_by_name(keys: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="scaled|gate|refining"):
+        adaptation.Method(keys, **{"tuner": Grid(scaled=False)} | options)

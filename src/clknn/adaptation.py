@@ -264,19 +264,27 @@ def train(
             checkpoint.unlink(missing_ok=True)
             return None
         home = path if states_of is None else states_of
-        states, values = stores.array(home, teacher, "states"), stores.array(home, teacher, "values")
+        states, values, pairs = (stores.array(home, teacher, name) for name in ("states", "values", "pairs"))
         held_out = force_held_out(home, teacher, model, "tune")
+        measured: dict[str, Any] = {}
         report("train", 0, settings.steps, "steps")
         if isinstance(settings, CkmtSettings):
-            validate = validator(states, values, held_out, settings.seed, lambda adapter, _: Projection(adapter))
-            trained = _train_ckmt(states, values, settings, validate, advance, report)
+            started = time.perf_counter()
+            clustered = ckmt.clusters(
+                states, values, settings, np.random.default_rng(settings.seed),
+                lambda done, total: report("cluster", done, total, "entries"),
+            )  # fmt: skip
+            measured |= {"clusters": len(clustered.counts), "eps": clustered.eps}
+            measured["clustering seconds"] = round(time.perf_counter() - started, 1)
+            validate = validator(states, values, pairs, held_out, settings.seed, lambda adapter, _: Projection(adapter))
+            trained = ckmt.train(states, values, settings, validate, advance, clustered)
         else:
-            validate = validator(states, values, held_out, settings.seed, _narrowed)
+            validate = validator(states, values, pairs, held_out, settings.seed, _narrowed)
             trained = adapters.train(states, values, settings, validate, checkpoint, advance)
         file = stores.fresh(path, "adapter", "safetensors")
         projections.save(Projection(trained.adapter), file)
         best = max(trained.curve, key=lambda step: step.accuracy)
-        measured = {
+        measured |= {
             "steps taken": trained.curve[-1].step,
             "best step": best.step,
             "retrieval accuracy@8 before": round(trained.curve[0].accuracy, 4),
@@ -293,31 +301,30 @@ def train(
     return trained
 
 
-def _train_ckmt(
-    states: Any, values: Any, settings: CkmtSettings, validate: Callable[[Adapter], float], advance: Any, report: Report
-) -> Trained:
-    clustered = ckmt.clusters(
-        states, values, settings, np.random.default_rng(settings.seed),
-        lambda done, total: report("cluster", done, total, "entries"),
-    )  # fmt: skip
-    return ckmt.train(states, values, settings, validate, advance, clustered)
-
-
 def _narrowed(adapter: Adapter, sample: Any) -> Projection:
     return projections.fit(sample, adapter, min(128, adapter.width))
 
 
 def validator(
-    states: Any, values: Any, held_out: HeldOut | None, seed: int, projected: Callable[[Adapter, Any], Projection]
+    states: Any,
+    values: Any,
+    pairs: Any,
+    held_out: HeldOut | None,
+    seed: int,
+    projected: Callable[[Adapter, Any], Projection],
 ) -> Callable[[Adapter], float]:
     """Retrieval accuracy@8 of held-out states among a random 25,000 entries, by exact search on their keys.
 
-    Where nothing is held out, 500 entries ask among the others.
+    Where nothing is held out, 500 entries of one half of the pairs ask among those of the other.
     """
     rng = np.random.default_rng(seed)
     rows = rng.permutation(len(values))[:VALIDATION_ENTRIES]
     if held_out is None:
-        asked, rows = rows[: len(rows) // 2][:500], rows[len(rows) // 2 :]
+        drawn = rng.permutation(np.unique(pairs[rows]))
+        asking = np.isin(pairs[rows], drawn[: len(drawn) // 2])
+        asked, rows = rows[asking][:500], rows[~asking]
+        if not len(asked):  # a single pair: there is nobody to ask
+            return lambda _: 0.0
         queries, truth = torch.from_numpy(states[asked].astype(np.float32)), values[asked].astype(np.int64)
     else:
         some = torch.from_numpy(rng.permutation(len(held_out.truth))[:VALIDATION_QUERIES])
@@ -557,6 +564,18 @@ class Method:
     adapter: AdapterSettings | CkmtSettings | None = AdapterSettings()  # noqa: RUF009 (frozen); None: raw states
     refined: RefineSettings | None = None
     tuner: Tuner = Grid(scaled=True)  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        """What cannot be combined is refused before hours of force decoding, not behind them."""
+        if isinstance(self.adapter, AdapterSettings):
+            return
+        keys = "raw states" if self.adapter is None else "CKMT's keys"
+        if self.refined is not None:
+            raise InputError(f"refining moves the axes of PCA, and {keys} have none; choose --method clknn or gated")
+        if isinstance(self.tuner, GateTuner) or (isinstance(self.tuner, Grid) and self.tuner.scaled):
+            raise InputError(
+                f"--combiner {self.tuner.name} needs similarities, and {keys} have distances; choose another combiner"
+            )
 
 
 KNN_MT = Method(None, tuner=Grid(scaled=False))

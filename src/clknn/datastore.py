@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -551,11 +552,13 @@ def from_states(
         asked = np.asarray(stored_keys[np.sort(rows)], np.float32)
     else:
         asked = projection(queries[:500]).numpy()
+    started = time.perf_counter()
     index = indices.build(stored_keys, projection.normed, asked)
+    seconds = round(time.perf_counter() - started, 1)
     files |= {"projection": fresh(path, "projection", "safetensors"), "index": fresh(path, "index", "faiss")}
     projections.save(projection, files["projection"])
     indices.save(index, files["index"])
     k = min(indices.RECALL_AT, manifest.entries)
     truth = indices.exact_search(stored_keys, asked, k, projection.normed)
     reached = indices.recall(index.search(asked, k), truth, projection.normed)
-    return files, index, {f"recall@{k}": round(reached, 4), "index": index.description}
+    return files, index, {f"recall@{k}": round(reached, 4), "index": index.description, "index seconds": seconds}
