@@ -2,9 +2,10 @@
 
 A configuration (runs/*.toml) names the model, the sets with their train, dev and test files, and general text on which
 nothing should be lost. Each set is force-decoded once; each system then makes its keys, chooses its combiner on the dev
-pairs alone, and translates. A cell, one system on one set, is a file in the work folder; a run that was interrupted
-goes on from the cells it finds, and refuses those of another configuration. From all cells come the table with its
-significance, results/NAME.json. `runs/reproduce.sh` runs it; docs/make_pages.py draws the tables.
+pairs alone, and translates. A cell, one system on one set, is a file in the work folder, and beside it the datastore
+that system ended with, which shares the states' files with all others; a run that was interrupted goes on from the
+cells it finds, several can share the work, and none takes cells of another configuration. From all cells come the table
+with its significance, results/NAME.json. `runs/reproduce.sh` runs it; docs/make_pages.py draws the tables.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import time
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,11 +28,12 @@ import typer
 
 from clknn import Decoding, Pair, Tally, Translator, adaptation, datastore, load_model
 from clknn import index as indices
+from clknn import projection as projections
 from clknn.adaptation import ADAPTIVE, CKMT_ADAPTIVE, CLKNN, GATED, KNN_MT, KSTER, Method
-from clknn.adapter import AdapterSettings
-from clknn.corpus import fold, read_pairs
+from clknn.adapter import AdapterSettings, Classes, class_centres
+from clknn.corpus import Pairs, fold, read_pairs
 from clknn.errors import InputError
-from clknn.evaluation import compare, retrieval_accuracy
+from clknn.evaluation import Comparison, compare, retrieval_accuracy
 from clknn.methods.adaptive import MetaKTuner
 from clknn.methods.ckmt import CkmtSettings
 from clknn.model import Model
@@ -41,18 +44,29 @@ REFERENCE = "kNN-MT"  # what every other system is compared with
 BASELINES = "kNN-MT", "Adaptive kNN-MT", "KSTER", "CLKNN", "CLKNN+w*", "CKMT"  # as published, trained on the set itself
 
 
+# What a configuration can say, table by table.
+KNOWN = "model source target beam length_penalty systems adapter ckmt sets general".split()
+KNOWN_OF_SET = "train dev test pairs test_pairs".split()
+KNOWN_OF_GENERAL = "files pairs".split()
+
+
 @dataclass(frozen=True)
 class System:
     name: str
     method: Method
     elsewhere: bool = False  # the adapter is trained on the states of another set
 
+    def in_common(self, other: System) -> int:
+        """How much of `other`'s way to its keys is this one's too: nothing, the adapter, or all of it."""
+        mine, theirs = self.method, other.method
+        if (mine.adapter, self.elsewhere) != (theirs.adapter, other.elsewhere):
+            return 0
+        return 1 + (mine.refined == theirs.refined)
+
 
 def systems(config: dict[str, Any]) -> list[System]:
     """The rows of the table, so ordered that each representation is made once."""
-    asked = config.get("adapter", {})
-    asked |= {name: asked[name] or None for name in ("refresh", "centre_entries") if name in asked}  # TOML has no None
-    contrast = replace(AdapterSettings(), **asked)
+    contrast = contrastive(AdapterSettings(), config.get("adapter", {}))
     ckmt = replace(CkmtSettings(), **config.get("ckmt", {}))
     fixed, clknn = Grid(scaled=False), replace(CLKNN, adapter=contrast)
     rows = [
@@ -74,33 +88,96 @@ def systems(config: dict[str, Any]) -> list[System]:
     return [row for row in rows if not wanted or row.name in wanted]
 
 
+def contrastive(start: AdapterSettings, asked: dict[str, Any]) -> AdapterSettings:
+    """The settings that a configuration asks for; TOML has no None, and says 0."""
+    return replace(start, **asked | {n: asked[n] or None for n in ("refresh", "centre_entries") if n in asked})
+
+
+def refuse_strangers(config: dict[str, Any]) -> None:
+    """What no system reads is named, never passed over."""
+    options = {"adapter": AdapterSettings, "ckmt": CkmtSettings}
+    known = {"": (config, KNOWN)}
+    known |= {name: (config.get(name, {}), [f.name for f in fields(of)]) for name, of in options.items()}
+    known |= {f"sets.{name}": (one, KNOWN_OF_SET) for name, one in config["sets"].items()}
+    known |= {f"general.{name}": (one, KNOWN_OF_GENERAL) for name, one in config.get("general", {}).items()}
+    for place, (said, may) in known.items():
+        if strangers := sorted(set(said) - set(may)):
+            raise InputError(f"{', '.join(strangers)} does not apply to [{place}]; choose among {', '.join(may)}")
+
+
+def read_config(file: Path, quick: bool) -> dict[str, Any]:
+    config = tomllib.loads(file.read_text(encoding="utf8"))
+    subsets = config.pop("quick", {})
+    return config | subsets if quick else config
+
+
 def main(
     config: Annotated[Path, typer.Argument(help="A TOML file of runs/.")],
     data: Annotated[Path, typer.Option(help="What the configuration's paths are relative to.")] = Path(),
     work: Annotated[Path, typer.Option(help="Where datastores and cells go; kept, and resumed from.")] = Path("build"),
     only: Annotated[list[str] | None, typer.Option(help="These sets alone; other cells stay for another run.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help="These systems alone, likewise.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Subsets: minutes, to see that it runs.")] = False,
-    results: Annotated[Path, typer.Option(help="Where the table goes.")] = ROOT / "results",
+    results: Annotated[
+        Path, typer.Option(help="Where the table goes; sets that are in it and not in the work folder stay.")
+    ] = ROOT / "results",
 ) -> None:
-    settings = tomllib.loads(config.read_text(encoding="utf8"))
-    if quick:
-        settings |= settings.pop("quick")
-    settings.pop("quick", None)
-    name = config.stem + ("-quick" if quick else "")
-    sets = list(settings["sets"])
-    if strangers := set(only or ()) - set(sets):
-        raise InputError(f"{config}: has no sets {sorted(strangers)}; choose among {sets}")
+    settings = read_config(config, quick)
+    refuse_strangers(settings)
+    name, sets = config.stem + ("-quick" if quick else ""), list(settings["sets"])
+    refuse_others(config, "sets", only, sets)
+    refuse_others(config, "systems", system, [row.name for row in systems(settings)])
     bench = Bench(settings, data, work / name)
     bench.refuse_another_configuration()
+    bench.earlier(results / f"{name}.json")  # refused before the work, not behind it
     for set_name in only or sets:
         bench.build(set_name)
         bench.base(set_name)
-        for system in systems(settings):
-            bench.cell(set_name, system)
-    words = f"runs/reproduce.sh runs/{config.name}{' --data DATA' * (data != Path())}{' --quick' * quick}"
-    record = {"name": name, **bench.table(only or sets, words + "".join(f" --only {each}" for each in only or ()))}
-    results.mkdir(exist_ok=True)
-    (results / f"{name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf8")
+        for row in systems(settings):
+            if not system or row.name in system:
+                bench.cell(set_name, row)
+    command = f"runs/reproduce.sh runs/{config.name}{' --data DATA' * (data != Path())}{' --quick' * quick}"
+    write_results(results / f"{name}.json", {"name": name, **bench.table(results / f"{name}.json", command)})
+
+
+def refuse_others(config: Path, what: str, asked: list[str] | None, there: list[str]) -> None:
+    if strangers := set(asked or ()) - set(there):
+        raise InputError(f"{config}: has no {what} {sorted(strangers)}; choose among {there}")
+
+
+def write_results(file: Path, record: dict[str, Any]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf8")
+    new.rename(file)
+
+
+def link(store: Path, copy: Path) -> None:
+    """Makes a datastore that begins as `store` is and goes its own way, in no space: the files are shared.
+
+    No file that a manifest names is ever written again, so that neither can change what the other has.
+    """
+    if copy.exists():
+        return
+    manifest = datastore.read_draft(store)
+    assert manifest is not None
+    new = copy.with_name(copy.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)  # left by a run that was killed
+    new.mkdir()
+    for mark in manifest.files.values():
+        os.link(store / mark.name, new / mark.name)
+    for name in ("manifest.json", "draft.json"):
+        if (store / name).exists():
+            shutil.copyfile(store / name, new / name)
+    new.rename(copy)
+
+
+class Text(NamedTuple):
+    """Segments to translate: what results call them, their files, and how many of them at most."""
+
+    place: str
+    files: list[str]
+    most: int | None
 
 
 class Bench:
@@ -145,8 +222,25 @@ class Bench:
             )
         mark.write_text(json.dumps(mine))
 
+    def earlier(self, file: Path) -> dict[str, Any]:
+        """The sets of results that are there already; they must be of this configuration."""
+        if not file.exists():
+            return {}
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf8"))
+        before, mine = record["signature"]["configuration"], self.signature["configuration"]
+        if before != mine:
+            raise InputError(
+                f"{file}: made with configuration {before}, and this is {mine}; move it away, or choose other --results"
+            )
+        sets: dict[str, Any] = record.get("sets", {})
+        return sets
+
     def store(self, set_name: str) -> Path:
+        """The set's entries, before any system makes keys of them."""
         return self.work / f"{set_name}.store"
+
+    def store_of(self, set_name: str, system: System) -> Path:
+        return self.work / f"{set_name}.{system.name}.store"
 
     def build(self, set_name: str) -> None:
         """The datastore's states, tuned on the dev pairs; pairs that are in both are counted and left out of dev."""
@@ -181,10 +275,10 @@ class Bench:
 
     def cell(self, set_name: str, system: System) -> None:
         """One system on one set, unless it is there already."""
-        file = self.work / f"{set_name}.{system.name}.json"
+        file = self._file(set_name, system.name)
         if file.exists():
             return
-        path, started = self.store(set_name), time.perf_counter()
+        path = self._begun(set_name, system)
         say(f"{set_name}: {system.name}", 1, 1)
         elsewhere = None
         if system.elsewhere:
@@ -192,46 +286,69 @@ class Bench:
             elsewhere = self.store(self._other(set_name))
         adaptation.represent(path, self.model, system.method, say, elsewhere)
         manifest = adaptation.tune(path, self.model, system.method.tuner, say)
-        prepared = time.perf_counter() - started
         with datastore.open_datastore(path, self.model) as store:
             translator = Translator(self.model, store, store.combiner, self.decoding)
-            record = self._translated(translator, set_name)
-            record |= self._accuracies(translator, set_name)
+            record = self.translated(translator, self.texts(set_name))
+            record |= self.accuracies(translator, set_name)
+        if isinstance(system.method.adapter, AdapterSettings):
+            record["centre seconds"] = self._centre_seconds(path)
         record |= {
-            "seconds of preparation": round(prepared, 1),
             "mixing": None if manifest.mixing is None else asdict(manifest.mixing),
             "options": {stage: manifest.options.get(stage) for stage in ("train", "project", "tune")},
             "measured": {stage: manifest.measured.get(stage) for stage in ("train", "project", "tune")},
         }
-        self._save(file, record)
+        self.save(file, record)
+
+    def _file(self, set_name: str, name: str) -> Path:
+        return self.work / f"{set_name}.{name}.json"
+
+    def _begun(self, set_name: str, system: System) -> Path:
+        """The system's own datastore, begun from a finished one that went the same way where there is one."""
+        path = self.store_of(set_name, system)
+        finished = [other for other in systems(self.config) if self._file(set_name, other.name).exists()]
+        there = [other for other in finished if system.in_common(other) and self.store_of(set_name, other).exists()]
+        nearest = max(there, key=system.in_common, default=None)
+        link(self.store_of(set_name, nearest) if nearest else self.store(set_name), path)
+        return path
+
+    def _centre_seconds(self, path: Path) -> float:
+        """What the centres of all classes cost, over all entries: the paper compares that with CKMT's clustering."""
+        manifest = datastore.read_manifest(path)
+        states, values = (datastore.array(path, manifest, name) for name in ("states", "values"))
+        adapter = projections.read(path / manifest.files["adapter"].name).adapter
+        assert adapter is not None
+        started = time.perf_counter()
+        class_centres(adapter, states, Classes.of(values))
+        return round(time.perf_counter() - started, 2)
 
     def base(self, set_name: str) -> None:
-        file = self.work / f"{set_name}.base.json"
+        file = self._file(set_name, "base")
         if not file.exists():
-            self._save(file, self._translated(Translator(self.model, decoding=self.decoding), set_name))
+            self.save(file, self.translated(Translator(self.model, decoding=self.decoding), self.texts(set_name)))
 
     def _other(self, set_name: str) -> str:
         names = list(self.config["sets"])
         return str(names[(names.index(set_name) + 1) % len(names)])
 
-    def _translated(self, translator: Translator, set_name: str) -> dict[str, Any]:
+    def translated(self, translator: Translator, texts: list[Text]) -> dict[str, Any]:
         record: dict[str, Any] = {}
-        for place, files, most in self._texts(set_name):
+        for place, files, most in texts:
             pairs = self.pairs(files, most)
             started = time.perf_counter()
             texts = [t.text for t in translator.translate([p.source for p in pairs])]
             record[place] = {"seconds": round(time.perf_counter() - started, 1), "texts": texts}
-            say(f"{set_name}: {place}", len(pairs), len(pairs), f"{record[place]['seconds']} s")
+            say(place, len(pairs), len(pairs), f"{record[place]['seconds']} s")
         return record
 
-    def _texts(self, set_name: str) -> list[tuple[str, list[str], int | None]]:
+    def texts(self, set_name: str) -> list[Text]:
+        """What a set's systems translate: its test pairs, and all general text."""
         one = self.config["sets"][set_name]
         general = self.config.get("general", {})
-        return [("test", one["test"], one.get("test_pairs"))] + [
-            (f"general {name}", files["files"], files.get("pairs")) for name, files in general.items()
+        return [Text("test", one["test"], one.get("test_pairs"))] + [
+            Text(f"general {name}", files["files"], files.get("pairs")) for name, files in general.items()
         ]
 
-    def _accuracies(self, translator: Translator, set_name: str) -> dict[str, Any]:
+    def accuracies(self, translator: Translator, set_name: str) -> dict[str, Any]:
         """Retrieval accuracy@k for the test pairs: from the memory, and from the dev pairs as the paper has it."""
         store = translator.datastore
         assert store is not None
@@ -250,66 +367,90 @@ class Bench:
             "accuracy, dev": retrieval_accuracy(dev.truth.numpy()[near.ids], near.found, truth, adaptation.KS),
         }
 
-    def _save(self, file: Path, record: dict[str, Any]) -> None:
+    def save(self, file: Path, record: dict[str, Any]) -> None:
         new = file.with_suffix(".new")
         new.write_text(json.dumps(record | {"signature": self.signature}, ensure_ascii=False), encoding="utf8")
         new.rename(file)
 
     # -- the table --------------------------------------------------------------------------------------------------
 
-    def table(self, set_names: list[str], command: str) -> dict[str, Any]:
-        names = ["base", *(system.name for system in systems(self.config))]
-        sets = {set_name: self._set(set_name, names) for set_name in set_names}
+    def table(self, file: Path, command: str) -> dict[str, Any]:
+        """All sets that have cells here; those of the earlier results in `file` that have none stay as they are."""
+        before, sets = self.earlier(file), {}
+        for set_name in self.config["sets"]:
+            cells = self._cells(set_name)
+            if len(cells) > 1:
+                sets[set_name] = self._set(set_name, cells)
+            elif set_name in before:
+                sets[set_name] = before[set_name]
+        if len(sets) < len(self.config["sets"]):
+            command += "".join(f" --only {set_name}" for set_name in sets)
         return {"sets": sets, "signature": self.signature | {"command": command}}
 
-    def _set(self, set_name: str, names: list[str]) -> dict[str, Any]:
-        cells = {name: json.loads((self.work / f"{set_name}.{name}.json").read_text("utf8")) for name in names}
-        rows: dict[str, dict[str, Any]] = {
-            name: {
-                key: value
-                for key, value in cell.items()
-                if key not in ("signature",) and "texts" not in str(value)[:200]
-            }
-            for name, cell in cells.items()
-        }
+    def _cells(self, set_name: str) -> dict[str, dict[str, Any]]:
+        """The cells that there are of a set, in the order of the systems."""
+        files = {name: self._file(set_name, name) for name in ("base", *(row.name for row in systems(self.config)))}
+        return {name: json.loads(file.read_text("utf8")) for name, file in files.items() if file.exists()}
+
+    def _set(self, set_name: str, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        texts, signature = self.texts(set_name), cells["base"]["signature"]
+        left_out = {"signature", *(text.place for text in texts)}
+        rows = {name: {key: cell[key] for key in cell if key not in left_out} for name, cell in cells.items()}
+        for name, cell in cells.items():
+            if differing := {key: said for key, said in cell["signature"].items() if said != signature[key]}:
+                rows[name]["signature"] = differing
         overlap, signatures = {}, {}
-        for place, files, most in self._texts(set_name):
+        for place, files, most in texts:
             pairs = self.pairs(files, most)
             references = [p.target for p in pairs]
-            texts = {name: cell[place]["texts"] for name, cell in cells.items()}
-            first = {REFERENCE: texts.pop(REFERENCE)} | texts if REFERENCE in texts else texts
-            against_reference = compare(first, references, self.config["target"])
-            best = max((n for n in names if n in BASELINES), key=lambda n: against_reference.scores[n].bleu)
-            against_best = compare({best: first.pop(best)} | first, references, self.config["target"])
-            signatures[place] = [against_best.bleu_signature, against_best.chrf_signature]
+            said = {name: cell[place]["texts"] for name, cell in cells.items()}
+            against_reference = self._against(REFERENCE, said, references)
+            scores = against_reference.scores
+            best = max((n for n in cells if n in BASELINES), key=lambda n: scores[n].bleu, default=None)
+            against_best = self._against(best, said, references)
+            signatures[place] = [against_reference.bleu_signature, against_reference.chrf_signature]
             overlap[place] = self._overlap(set_name, pairs)
             for name, row in rows.items():
-                score = against_reference.scores[name]
                 row[place] = {
-                    "bleu": score.bleu,
-                    "chrf": score.chrf,
-                    "brevity_penalty": score.brevity_penalty,
-                    f"p against {REFERENCE}": score.p_bleu,
+                    "bleu": scores[name].bleu,
+                    "chrf": scores[name].chrf,
+                    "brevity_penalty": scores[name].brevity_penalty,
+                    f"p against {REFERENCE}": scores[name].p_bleu if REFERENCE in cells else None,
                     "best baseline": best,
-                    "p against the best baseline": against_best.scores[name].p_bleu,
+                    "p against the best baseline": against_best.scores[name].p_bleu if best else None,
                     "segments": len(pairs),
                     "seconds": cells[name][place]["seconds"],
                 }
-        manifest = datastore.read_manifest(self.store(set_name))
-        values = datastore.array(self.store(set_name), manifest, "values")
+        return self.statistics(set_name) | {
+            "overlap": overlap,
+            "signatures": signatures,
+            "signature": signature,
+            "systems": rows,
+        }
+
+    def _against(self, first: str | None, said: dict[str, list[str]], references: list[str]) -> Comparison:
+        """All systems, each compared with `first`; with any, where that is not among them."""
+        leading = {first: said[first]} if first in said else {}
+        return compare(leading | said, references, self.config["target"])
+
+    def statistics(self, set_name: str) -> dict[str, Any]:
+        manifest = datastore.read_draft(self.store(set_name))
+        assert manifest is not None
+        values, build = datastore.array(self.store(set_name), manifest, "values"), manifest.measured["build"]
         return {
             "pairs": manifest.stored,
             "entries": manifest.entries,
             "classes": len(np.unique(values)),
-            "overlap": overlap,
-            "signatures": signatures,
-            "systems": rows,
+            "dev": {"pairs": build["held out"]["tune"], "left out": build["tuning pairs left out"]},
+            "seconds of force decoding": build["seconds"],
         }
 
     def _overlap(self, set_name: str, pairs: list[Pair]) -> int:
         """Segments whose source stands in the memory but for case and spacing: none may, or the table flatters."""
-        with datastore.open_datastore(self.store(set_name)) as store:
-            stored = {fold(pair.source) for _, pair in store.pairs.each("stored")}
+        manifest = datastore.read_draft(self.store(set_name))
+        assert manifest is not None
+        with Pairs.open(self.store(set_name) / manifest.files["text"].name) as record:
+            stored = {fold(pair.source) for _, pair in record.each("stored")}
         return sum(fold(pair.source) in stored for pair in pairs)
 
 

@@ -665,5 +665,5 @@ def test_what_project_made_and_was_damaged_is_made_again(store: Path, model: Mod
     "options", [{"tuner": Grid(scaled=True)}, {"tuner": GateTuner()}, {"refined": RefineSettings()}]
 )
 def test_what_does_not_apply_to_keys_with_distances_is_refused_by_name(keys: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match="scaled|gate|refining"):
+    with pytest.raises(InputError, match=r"scaled|gate|refining"):
         adaptation.Method(keys, **{"tuner": Grid(scaled=False)} | options)

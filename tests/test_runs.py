@@ -16,7 +16,10 @@ import pytest
 
 import tiny
 from clknn.adapter import PAPER
+from clknn.datastore import read_manifest, verify
 from clknn.errors import InputError
+from clknn.model import Model
+from clknn.translator import Translator
 
 ROOT = Path(__file__).parent.parent
 
@@ -51,7 +54,8 @@ def desk(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Path:
 
 
 def run(reproduce: ModuleType, desk: Path, **options: object) -> dict[str, object]:
-    reproduce.main(desk / "small.toml", desk, desk / "build", results=desk / "results", **{"quick": False, **options})
+    given = {"data": desk, "work": desk / "build", "results": desk / "results", "quick": False} | options
+    reproduce.main(desk / "small.toml", **given)
     record: dict[str, object] = json.loads((desk / "results" / "small.json").read_text())
     return record
 
@@ -76,9 +80,92 @@ def test_one_table_of_every_system_that_a_rerun_repeats(
         assert one["systems"]["gated"]["options"]["tune"]["combiner"] == "gate"
         assert one["systems"]["kNN-MT"]["mixing"]["scaled"] is False
         assert one["systems"]["CLKNN+w*, other domain"]["options"]["train"]["states of"].endswith(".store")
+        assert one["systems"]["CLKNN"]["centre seconds"] >= 0
+        assert one["systems"]["CKMT"]["measured"]["train"]["clustering seconds"] >= 0
+        assert one["systems"]["CLKNN"]["measured"]["tune"]["seconds"]["tuning"] >= 0
+        assert one["systems"]["kNN-MT"]["measured"]["project"]["index seconds"] >= 0
+        assert "signature" not in one["systems"]["CLKNN"]  # it is the set's own
+    assert sets["a"]["dev"] == {"pairs": 15, "left out": 1}  # the dev pair that is stored too
     assert "tun" in capsys.readouterr().err  # the dev pair that is stored too was counted
     monkeypatch.setattr(reproduce.adaptation, "tune", None)  # a rerun makes nothing anew
     assert run(reproduce, desk) == record
+
+
+def test_separate_runs_share_one_table(reproduce: ModuleType, desk: Path) -> None:
+    """System by system and set by set, out of order, the second set in a work folder of its own: one whole run."""
+    whole = run(reproduce, desk, work=desk / "at once", only=["a", "b"], system=["CLKNN", "kNN-MT", "KSTER"])
+    assert isinstance(whole["sets"], dict)
+    (desk / "results" / "small.json").unlink()
+    first = run(reproduce, desk, only=["a"], system=["KSTER"])
+    assert isinstance(first["sets"], dict)
+    assert list(first["sets"]["a"]["systems"]) == ["base", "KSTER"]
+    assert first["sets"]["a"]["systems"]["KSTER"]["test"]["p against kNN-MT"] is None
+    assert first["signature"]["command"].endswith("--only a")
+    run(reproduce, desk, only=["a"], system=["CLKNN", "kNN-MT"])
+    merged = run(reproduce, desk, work=desk / "elsewhere", only=["b"], system=["kNN-MT", "KSTER", "CLKNN"])
+    assert isinstance(merged["sets"], dict)
+    assert merged["signature"] == whole["signature"]
+    for name, one in merged["sets"].items():
+        assert list(one["systems"]) == ["base", "kNN-MT", "KSTER", "CLKNN"]
+        for system, row in one["systems"].items():
+            theirs = whole["sets"][name]["systems"][system]
+            assert {**row["test"], "seconds": 0} == {**theirs["test"], "seconds": 0}
+            assert row.get("accuracy, dev") == theirs.get("accuracy, dev")
+
+
+def test_every_system_keeps_its_datastore_and_shares_the_states(
+    reproduce: ModuleType, desk: Path, load: Callable[[str], Model]
+) -> None:
+    record = run(reproduce, desk, only=["a"], system=["kNN-MT", "Adaptive kNN-MT", "CLKNN", "refined, fixed"])
+    assert isinstance(record["sets"], dict)
+    work = desk / "build" / "small"
+    assert json.loads((work / "a.store" / "draft.json").read_text())["options"].keys() == {"build"}
+    pairs = tiny.pairs(4, seed=8)
+    for system, row in record["sets"]["a"]["systems"].items():
+        if system == "base":
+            continue
+        path = work / f"a.{system}.store"
+        assert verify(path) == []
+        assert path.joinpath("states.npy").samefile(work / "a.store" / "states.npy")
+        translator = Translator.open(path, load("marian"))
+        assert len(translator.translate([p.source for p in pairs])) == 4
+        assert translator.datastore is not None
+        assert translator.datastore.manifest.options["project"] == row["options"]["project"]
+    adaptive, vanilla, refined, plain = (
+        work / f"a.{name}.store" for name in ("Adaptive kNN-MT", "kNN-MT", "refined, fixed", "CLKNN")
+    )
+    assert (adaptive / "keys.npy").samefile(vanilla / "keys.npy")  # made once
+    assert (refined / "adapter.safetensors").samefile(plain / "adapter.safetensors")
+    assert read_manifest(refined).files["keys"] != read_manifest(plain).files["keys"]
+
+
+def test_results_of_another_configuration_are_refused_before_any_work(reproduce: ModuleType, desk: Path) -> None:
+    (desk / "results").mkdir()
+    (desk / "results" / "small.json").write_text('{"sets": {}, "signature": {"configuration": "0123"}}')
+    with pytest.raises(InputError, match=r"made with configuration 0123, .* choose other --results"):
+        run(reproduce, desk)
+    assert not list((desk / "build" / "small").glob("*.store"))
+
+
+@pytest.mark.parametrize(
+    ("said", "place"),
+    [
+        ("[adapter]\neps = 3", r"eps does not apply to \[adapter\]"),
+        ("[ckmt]\nnegatives = 3", r"negatives does not apply to \[ckmt\]"),
+        ("temperature = 3", r"temperature does not apply to \[\]"),
+        ("[sets.a]\ntests = []", r"tests does not apply to \[sets.a\]"),
+    ],
+)
+def test_options_that_do_not_apply_are_refused_by_name(reproduce: ModuleType, said: str, place: str) -> None:
+    with pytest.raises(InputError, match=place):
+        reproduce.refuse_strangers({"sets": {}} | tomllib.loads(said))
+
+
+def test_sets_and_systems_that_there_are_not(reproduce: ModuleType, desk: Path) -> None:
+    with pytest.raises(InputError, match=r"no sets \['c'\]"):
+        run(reproduce, desk, only=["c"])
+    with pytest.raises(InputError, match=r"no systems \['magic'\]"):
+        run(reproduce, desk, system=["magic"])
 
 
 def test_cells_of_another_configuration_are_refused(reproduce: ModuleType, desk: Path) -> None:
