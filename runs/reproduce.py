@@ -102,7 +102,8 @@ def refuse_strangers(config: dict[str, Any]) -> None:
     known |= {f"general.{name}": (one, KNOWN_OF_GENERAL) for name, one in config.get("general", {}).items()}
     for place, (said, may) in known.items():
         if strangers := sorted(set(said) - set(may)):
-            raise InputError(f"{', '.join(strangers)} does not apply to [{place}]; choose among {', '.join(may)}")
+            where = f"[{place}]" if place else "a configuration"
+            raise InputError(f"{', '.join(strangers)} does not apply to {where}; choose among {', '.join(may)}")
 
 
 def read_config(file: Path, quick: bool) -> dict[str, Any]:

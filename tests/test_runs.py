@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 import tiny
+from clknn import adaptation
 from clknn.adapter import PAPER
 from clknn.datastore import read_manifest, verify
 from clknn.errors import InputError
@@ -24,15 +26,24 @@ from clknn.translator import Translator
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def reproduce() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reproduce", ROOT / "runs" / "reproduce.py")
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "runs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["reproduce"] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look their module up, and one program imports the other
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reproduce() -> ModuleType:
+    return program("reproduce")
+
+
+@pytest.fixture(scope="module")
+def ablation(reproduce: ModuleType) -> ModuleType:  # noqa: ARG001 (it is imported)
+    return program("ablation")
 
 
 @pytest.fixture
@@ -152,7 +163,7 @@ def test_results_of_another_configuration_are_refused_before_any_work(reproduce:
     [
         ("[adapter]\neps = 3", r"eps does not apply to \[adapter\]"),
         ("[ckmt]\nnegatives = 3", r"negatives does not apply to \[ckmt\]"),
-        ("temperature = 3", r"temperature does not apply to \[\]"),
+        ("temperature = 3", r"temperature does not apply to a configuration"),
         ("[sets.a]\ntests = []", r"tests does not apply to \[sets.a\]"),
     ],
 )
@@ -191,6 +202,103 @@ def test_the_papers_configuration_is_the_papers(reproduce: ModuleType) -> None:
 def test_every_configuration_names_systems_that_there_are(reproduce: ModuleType, name: str) -> None:
     config = tomllib.loads((ROOT / "runs" / f"{name}.toml").read_text(encoding="utf8"))
     assert reproduce.systems(config)[0].name == reproduce.REFERENCE
+
+
+# -- what each choice is worth -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def varied(desk: Path) -> Path:
+    """A configuration of one set, with a row in two tables."""
+    (desk / "varied.toml").write_text(
+        'model = "model"\nsource = "de"\ntarget = "en"\nbeam = 2\n[adapter]\nsteps = 2\nbatch = 16\n'
+        '[sets.a]\ntrain = ["a.tsv"]\ndev = ["repeated.tsv"]\ntest = ["test.tsv"]\ntest_pairs = 4\n'
+        '[[tables]]\nname = "M, N"\npaper = true\nbleu = true\nadapter = { steps = 2, warmup = 1 }\n'
+        '[tables.rows]\n"1, 1" = { positives = 1, negatives = 1 }\n"2, 4" = { positives = 2, negatives = 4 }\n'
+        '[[tables]]\nname = "size"\n[tables.rows]\n"8" = { size = 8 }\n"16" = { size = 16 }\n"raw" = { raw = true }\n'
+        '[[tables]]\nname = "centring"\nbleu = true\n'
+        '[tables.rows]\n"yes" = { size = 8 }\n"no" = { size = 8, centred = false }\n'
+    )
+    return desk
+
+
+def vary(ablation: ModuleType, desk: Path, **options: object) -> dict[str, Any]:
+    given = {"data": desk, "work": desk / "build", "results": desk / "results", "quick": False} | options
+    ablation.main(desk / "varied.toml", **given)
+    record: dict[str, Any] = json.loads((desk / "results" / "varied.json").read_text())
+    return record
+
+
+def test_every_variation_is_measured_once_and_a_rerun_repeats_it(
+    ablation: ModuleType, varied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[object] = []
+    train = adaptation.adapters.train
+    monkeypatch.setattr(adaptation.adapters, "train", lambda *given: (trained.append(given[2]), train(*given))[1])
+    part = vary(ablation, varied, only=["size"])
+    assert list(part["tables"]) == ["size"]
+    record = vary(ablation, varied)
+    assert [(s.positives, s.negatives, s.residual) for s in trained] == [(1, 1, True), (1, 1, False), (2, 4, False)]
+    assert {name: list(rows) for name, rows in record["tables"].items()} == {
+        "M, N": ["1, 1", "2, 4"], "size": ["8", "16", "raw"], "centring": ["yes", "no"],
+    }  # fmt: skip
+    for table, rows in record["tables"].items():
+        for name, row in rows.items():
+            assert list(row["accuracy, memory"]) == ["1", "2", "4", "8", "16", "32", "64"]
+            assert list(row["accuracy, dev"]) == ["1", "2", "4", "8", "16", "32", "64"]
+            assert row["measured"]["tune"]["log-likelihood of a token"] < 0
+            assert row["mixing"]["scaled"] == (name != "raw")
+            assert (row["measured"]["train"] is None) == (name == "raw")
+            assert ("test" in row) == (table != "size")
+    [first, second] = record["tables"]["M, N"].values()
+    assert first["test"]["p_bleu"] is None
+    assert second["test"]["p_bleu"] > 0
+    assert (record["set"], record["pairs"], record["test segments"]) == ("a", 60, 4)
+    assert record["dev"] == {"pairs": 15, "left out": 1}
+    assert not list((varied / "build" / "varied").glob("a.*.store"))  # only the adapters stay
+    monkeypatch.setattr(adaptation, "tune", None)
+    assert vary(ablation, varied) == record
+
+
+def test_the_same_seed_gives_the_same_cell(ablation: ModuleType, varied: Path) -> None:
+    one, two = (vary(ablation, varied, work=varied / name, only=["M, N"]) for name in ("one", "two"))
+    for name, row in one["tables"]["M, N"].items():
+        other = two["tables"]["M, N"][name]
+        assert {**row["test"], "seconds": 0} == {**other["test"], "seconds": 0}
+        assert row["accuracy, memory"] == other["accuracy, memory"]
+        assert row["mixing"] == other["mixing"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"eps": 3}, "row 'x': eps does not apply"),
+        ({"raw": True, "size": 3}, "size does not apply to raw states"),
+        ({"raw": True, "steps": 3}, "steps does not apply to raw states"),
+    ],
+)
+def test_a_variation_that_is_none_is_refused_by_name(ablation: ModuleType, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        ablation.tables({"tables": [{"name": "t", "rows": {"x": row}}]})
+
+
+def test_the_ablation_has_the_papers_m_and_n_and_its_loss(ablation: ModuleType, reproduce: ModuleType) -> None:
+    for quick in (False, True):
+        config = reproduce.read_config(ROOT / "runs" / "ablation.toml", quick)
+        first, *rest = ablation.tables(config)
+        for name, variation in first.rows.items():
+            m, n = map(int, name.split(", "))
+            settings = variation.adapter
+            assert (settings.positives, settings.negatives) == (m, n)
+            free = {key: getattr(PAPER, key) for key in ("positives", "negatives", "steps", "warmup", "validate_every")}
+            assert replace(settings, **free) == PAPER
+        assert rest
+    assert list(ablation.tables(reproduce.read_config(ROOT / "runs" / "ablation.toml", False))[0].rows) == [
+        "1, 1", "1, 16", "1, 32", "1, 64", "2, 16", "2, 32", "2, 64", "4, 32",
+    ]  # fmt: skip
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("program", ["force_decoding", "training"])
