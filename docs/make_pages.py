@@ -1,10 +1,11 @@
-"""Writes what documents quote: docs/cli.md from `--help`, docs/results.md and the README's numbers from results/.
+"""Writes what documents quote: docs/cli.md from `--help`, docs/results.md, its figures and the README's from results/.
 
 With --check it writes nothing, and fails where a page is stale. No number is ever typed into a page by hand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -13,8 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from clknn import figures
+
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("adapt", "translate", "evaluate", "inspect", "build", "train", "project", "tune", "figures")
+PLACES = ("accuracy, memory", "accuracy, dev")
 KS = ("1", "2", "4", "8", "16", "32", "64")
 
 
@@ -25,6 +29,10 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "cli.md": _cli(),
         ROOT / "docs" / "results.md": _results(),
         readme: _filled(readme.read_text(encoding="utf8")),
+    } | {
+        ROOT / "docs" / "figures" / f"{name}_accuracy.svg": _accuracy_figure(record)
+        for name, record in _records().items()
+        if "sets" in record and _panels(record)
     }
 
 
@@ -58,37 +66,74 @@ def _results() -> str:
         "command: everything tuned or trained for decoding saw the dev pairs only, all else is equal between systems. "
         "p is sacrebleu's paired bootstrap. The base model is the small one of `examples/de-en-small`: gains on it are "
         "larger than on a strong model. The IT memory is made of Debian's catalogues, not the benchmark's own, so that "
-        "nothing here compares with the published tables, whose model and memory were others.",
+        "nothing here compares with the published tables, whose model and memory were others. "
+        "[reproduce.md](reproduce.md) says how to make these tables of other data and models.",
     ]
-    for file in sorted((ROOT / "results").glob("*.json")):
-        record = json.loads(file.read_text(encoding="utf8"))
-        parts += _tables(record) if "sets" in record else _facts(file.stem, record)
+    for name, record in _records().items():
+        if "sets" in record:
+            parts += _tables(record)
+        elif "tables" in record:
+            parts += _ablation(record)
+        else:
+            parts += _facts(name, record)
     return "\n\n".join(parts) + "\n"
 
 
+def _records() -> dict[str, dict[str, Any]]:
+    files = sorted((ROOT / "results").glob("*.json"))
+    return {file.stem: json.loads(file.read_text(encoding="utf8")) for file in files}
+
+
 def _tables(record: dict[str, Any]) -> list[str]:
-    """The main table, one for each set, what general text loses, retrieval accuracy."""
+    """Every set and the average, what general text loses, then each set by itself."""
     sets, parts = record["sets"], [f"## {record['name']}"]
-    for name, one in sets.items():
-        repeated = sum(one["overlap"].values())
-        parts += [
-            f"### {name}",
-            f"{one['pairs']:,} pairs, {one['entries']:,} entries, {one['classes']:,} classes; "
-            f"{repeated} segments whose source stands in the memory.",
-            _scores(one["systems"]),
-            _accuracies(one["systems"]),
-        ]
-        [place, *_] = one["signatures"]
-        parts.append("BLEU `{}`; chrF2 `{}`".format(*one["signatures"][place]))
+    if len(sets) > 1:
+        parts += ["### Every set, and the average"]
+        for title, key, decimals in (
+            ("BLEU", "bleu", 2),
+            ("chrF2", "chrf", 2),
+            ("brevity penalty", "brevity_penalty", 3),
+        ):
+            parts.append(_averages(sets, title, key, decimals))
     if any(place.startswith("general") for one in sets.values() for place in one["overlap"]):
         parts += [
             "### What general text loses",
             "BLEU less than the base model's, with the store attached.",
             _harm(sets),
         ]
+    if _panels(record):
+        parts += ["### Retrieval accuracy", f"![Retrieval accuracy@k](figures/{record['name']}_accuracy.svg)"]
+    for name, one in sets.items():
+        parts += [f"### {name}", _statistics(one), _scores(one["systems"]), _accuracies(one["systems"])]
+        [place, *_] = one["signatures"]
+        parts.append("BLEU `{}`; chrF2 `{}`".format(*one["signatures"][place]))
+        parts += ["What it costs, in seconds:", _costs(name, one)]
+        parts += _other_signatures(record["signature"], one)
     parts.append(_signature(record["signature"]))
-    if len(sets) > 1:
-        parts[1:1] = ["### BLEU on each set, and the average", _averages(sets)]
+    return parts
+
+
+def _statistics(one: dict[str, Any]) -> str:
+    repeated = sum(one.get("overlap", {}).values())
+    said = f"{one['pairs']:,} pairs, {one['entries']:,} entries, {one['classes']:,} classes"
+    if "dev" in one:
+        said += (
+            f"; {one['dev']['pairs']:,} dev pairs, {one['dev']['left out']:,} more left out as they stand in the memory"
+        )
+    if "overlap" in one:
+        said += f"; {repeated} segments whose source stands in the memory"
+    if "seconds of force decoding" in one:
+        said += f"; force-decoded in {one['seconds of force decoding']:,} s"
+    return said + "."
+
+
+def _other_signatures(signature: dict[str, Any], one: dict[str, Any]) -> list[str]:
+    """Where a set, or one of its cells, was made in another way than the table says."""
+    own = {key: said for key, said in one.get("signature", {}).items() if signature.get(key) != said}
+    parts = ["This set's own " + _signature(own)] if own else []
+    for name, row in one["systems"].items():
+        if "signature" in row:
+            parts.append(f"{name}'s own " + _signature(row["signature"]))
     return parts
 
 
@@ -101,13 +146,18 @@ def _p(p: float | None) -> str:
     return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _averages(sets: dict[str, Any]) -> str:
-    systems = next(iter(sets.values()))["systems"]
+def _all_systems(sets: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(system for one in sets.values() for system in one["systems"]))
+
+
+def _averages(sets: dict[str, Any], title: str, key: str, decimals: int) -> str:
     rows = []
-    for system in systems:
-        scores = [one["systems"][system]["test"]["bleu"] for one in sets.values()]
-        rows.append([system, *(f"{score:.2f}" for score in scores), f"{sum(scores) / len(scores):.2f}"])
-    return _rows(["system", *sets, "average"], rows)
+    for system in _all_systems(sets):
+        scores = [one["systems"][system]["test"][key] if system in one["systems"] else None for one in sets.values()]
+        known = [score for score in scores if score is not None]
+        mean = sum(known) / len(known) if len(known) == len(scores) else None
+        rows.append([system, *("" if score is None else f"{score:.{decimals}f}" for score in [*scores, mean])])
+    return _rows([title, *sets, "average"], rows)
 
 
 def _scores(systems: dict[str, Any]) -> str:
@@ -122,27 +172,32 @@ def _scores(systems: dict[str, Any]) -> str:
                 _p(test["p against kNN-MT"]), _p(test["p against the best baseline"]), used,
             ]
         )  # fmt: skip
-    best = next(iter(systems.values()))["test"]["best baseline"]
-    return _rows(head, rows) + f"\n\nBest baseline: {best}; {systems['kNN-MT']['test']['segments']:,} test segments."
+    test = next(iter(systems.values()))["test"]
+    return _rows(head, rows) + f"\n\nBest baseline: {test['best baseline']}; {test['segments']:,} test segments."
 
 
 def _harm(sets: dict[str, Any]) -> str:
     """BLEU of each system less the base model's, with each store attached."""
     places = [(name, place) for name, one in sets.items() for place in one["overlap"] if place.startswith("general")]
     rows = []
-    for system in next(iter(sets.values()))["systems"]:
-        row = [system]
+    for system in _all_systems(sets):
+        row, lost = [system], []
         for name, place in places:
             systems = sets[name]["systems"]
+            if system not in systems:
+                row.append("")
+                continue
             score, base = systems[system][place]["bleu"], systems["base"][place]["bleu"]
+            lost.append(score - base)
             row.append(f"{score:.2f}" if system == "base" else f"{score - base:+.2f}")
-        rows.append(row)
-    return _rows(["system", *(f"{name}: {place.removeprefix('general ')}" for name, place in places)], rows)
+        rows.append([*row, "" if system == "base" else f"{min(lost):+.2f}"])
+    head = [f"{name}: {place.removeprefix('general ')}" for name, place in places]
+    return _rows(["system", *head, "worst"], rows)
 
 
 def _accuracies(systems: dict[str, Any]) -> str:
     rows = []
-    for where in ("accuracy, memory", "accuracy, dev"):
+    for where in PLACES:
         same: dict[tuple[str, ...], list[str]] = {}  # systems with the same keys retrieve the same
         for name, row in systems.items():
             if where in row:
@@ -152,10 +207,97 @@ def _accuracies(systems: dict[str, Any]) -> str:
     return _rows(["retrieval accuracy", *(f"@{k}" for k in KS)], rows)
 
 
+def _panels(record: dict[str, Any]) -> dict[str, dict[str, dict[int, float]]]:
+    """A panel for each set and datastore; in it a curve for all systems that retrieve the same everywhere."""
+    sets = record["sets"]
+    same: dict[str, list[str]] = {}
+    for system in _all_systems(sets):
+        curves = [one["systems"].get(system, {}).get(where) for one in sets.values() for where in PLACES]
+        if any(curves):
+            same.setdefault(json.dumps(curves), []).append(system)
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for where in PLACES:
+        for name, one in sets.items():
+            panel = panels.setdefault(f"{name}, {where.removeprefix('accuracy, ')} as datastore", {})
+            for systems in same.values():
+                if curve := one["systems"].get(systems[0], {}).get(where):
+                    panel[" · ".join(systems)] = {int(k): accuracy for k, accuracy in curve.items()}
+    return {title: panel for title, panel in panels.items() if panel}
+
+
+def _accuracy_figure(record: dict[str, Any]) -> str:
+    """The figure as SVG, which says which numbers it was drawn of."""
+    panels = _panels(record)
+    digest = hashlib.blake2b(json.dumps(panels, sort_keys=True).encode(), digest_size=8).hexdigest()
+    metadata = {"Date": None, "Description": f"numbers {digest}"}
+    drawn = figures.rendered(figures.accuracy_figure(panels, max(2, len(record["sets"]))), "svg", metadata).decode()
+    return "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
+
+
+def _costs(name: str, one: dict[str, Any]) -> str:
+    """What each system took to prepare, as its cell has it, and its time to translate relative to kNN-MT's."""
+    timed = _records().get(f"systems_{name}", {}).get("measured", {})
+    in_turns = timed["systems"] if timed.get("entries") == one["entries"] else {}  # or it is another run's
+    rows = []
+    for system, row in one["systems"].items():
+        train, project, tune = (row.get("measured", {}).get(stage) or {} for stage in ("train", "project", "tune"))
+        grouping = [train["clustering seconds"], "clusters"] if "clustering seconds" in train else []
+        grouping = [row["centre seconds"], "centres"] if "centre seconds" in row else grouping
+        relative = in_turns.get(system, {}).get("time / kNN-MT")
+        rows.append(
+            [
+                system, " ".join(map(str, grouping)), _number(train.get("seconds")), _number(project.get("seconds")),
+                _number(project.get("index seconds")), _number(tune.get("seconds", {}).get("retrieval")),
+                _number(tune.get("seconds", {}).get("tuning")), _number(row["test"]["seconds"]), _number(relative),
+            ]
+        )  # fmt: skip
+    head = "centres or clusters|training|keys and index|index alone|retrieval for tuning|tuning|test|time / kNN-MT"
+    note = (
+        "Cells are made while other jobs run; the last column is measured in turns in one process (`bench/systems.py`)."
+    )
+    return _rows(["system", *head.split("|")], rows) + f"\n\n{note}"
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def _ablation(record: dict[str, Any]) -> list[str]:
+    """A table for each question; accuracy from the memory, and behind the stroke from the dev pairs."""
+    parts = [f"## {record['name']}", f"{record['set']}: {_statistics(record)}"]
+    parts.append(
+        f"Retrieval accuracy@k of the tokens of {record['test segments']:,} test segments, with the memory / the dev "
+        "pairs as datastore; mean log-likelihood of a dev token with the tuned w* (raw states: a fixed weight); "
+        "p against the first row."
+    )
+    for name, rows in record["tables"].items():
+        scored = any("test" in row for row in rows.values())
+        head = [name, *(f"@{k}" for k in KS), "log-likelihood", "training, s", *(["BLEU", "brevity", "p"] * scored)]
+        lines = []
+        for title, row in rows.items():
+            line = [title, *(" / ".join(f"{row[where][k]:.3f}" for where in PLACES) for k in KS)]
+            train, test = row["measured"]["train"] or {}, row.get("test")
+            line += [f"{row['measured']['tune']['log-likelihood of a token']:.3f}", _number(train.get("seconds"))]
+            if scored:
+                line += [f"{test['bleu']:.2f}", f"{test['brevity_penalty']:.3f}", _p(test["p_bleu"])]
+            lines.append(line)
+        parts.append(_rows(head, lines))
+        parts += [
+            f"{title}: its own {_signature(row['signature'])}" for title, row in rows.items() if "signature" in row
+        ]
+    return [*parts, _signature(record["signature"])]
+
+
 def _facts(name: str, record: dict[str, Any]) -> list[str]:
+    measured = dict(record["measured"])
+    systems = measured.pop("systems", {})
     rows = ["| measured | value |", "|---|---|"]
-    rows += [f"| {key} | {value} |" for key, value in record["measured"].items()]
-    return [f"## {name.replace('_', ' ')}", "\n".join(rows), _signature(record["signature"])]
+    rows += [f"| {key} | {value} |" for key, value in measured.items()]
+    parts = [f"## {name.replace('_', ' ')}", "\n".join(rows)]
+    if systems:
+        head = list(next(iter(systems.values())))
+        parts.append(_rows(["system", *head], [[s, *(str(row[h]) for h in head)] for s, row in systems.items()]))
+    return [*parts, _signature(record["signature"])]
 
 
 def _signature(signature: dict[str, Any]) -> str:
@@ -164,9 +306,20 @@ def _signature(signature: dict[str, Any]) -> str:
     )
 
 
+def _stale(page: Path, text: str) -> bool:
+    """A figure is stale where its numbers are: how it is written depends on matplotlib's version, too."""
+    if not page.exists():
+        return True
+    there = page.read_text("utf8")
+    if page.suffix == ".svg":
+        return re.findall(r"numbers \w{16}", there) != re.findall(r"numbers \w{16}", text)
+    return there != text
+
+
 if __name__ == "__main__":
-    stale = {page: text for page, text in pages().items() if not page.exists() or page.read_text("utf8") != text}
+    stale = {page: text for page, text in pages().items() if _stale(page, text)}
     if "--check" in sys.argv:
         sys.exit(", ".join(str(p.relative_to(ROOT)) for p in stale) + " stale; run `make docs`" if stale else 0)
     for page, text in stale.items():
+        page.parent.mkdir(exist_ok=True)
         page.write_text(text, encoding="utf8")

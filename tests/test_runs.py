@@ -26,8 +26,8 @@ from clknn.translator import Translator
 ROOT = Path(__file__).parent.parent
 
 
-def program(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "runs" / f"{name}.py")
+def load_program(name: str, file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -38,12 +38,12 @@ def program(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def reproduce() -> ModuleType:
-    return program("reproduce")
+    return load_program("reproduce", ROOT / "runs" / "reproduce.py")
 
 
 @pytest.fixture(scope="module")
 def ablation(reproduce: ModuleType) -> ModuleType:  # noqa: ARG001 (it is imported)
-    return program("ablation")
+    return load_program("ablation", ROOT / "runs" / "ablation.py")
 
 
 @pytest.fixture
@@ -298,7 +298,57 @@ def test_the_ablation_has_the_papers_m_and_n_and_its_loss(ablation: ModuleType, 
     ]  # fmt: skip
 
 
+# -- what is made of it ------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_made_of_whatever_a_run_leaves(
+    reproduce: ModuleType, ablation: ModuleType, varied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sets that lack a system each, a timing of one, and an ablation."""
+    run(reproduce, varied, only=["a"], system=["kNN-MT", "CLKNN", "CKMT"])
+    record = run(reproduce, varied, only=["b"], system=["kNN-MT", "Adaptive kNN-MT", "CLKNN"])
+    vary(ablation, varied)
+    assert isinstance(record["sets"], dict)
+    seconds = {"seconds": 2.0, "time / kNN-MT": 0.875, "least": 0.8, "most": 0.9, "index": "exact"}
+    timed = {"entries": record["sets"]["a"]["entries"], "systems": {"CLKNN": seconds}}
+    (varied / "results" / "systems_a.json").write_text(json.dumps({"measured": timed, "signature": {}}))
+    pages = load_program("make_pages", ROOT / "docs" / "make_pages.py")
+    monkeypatch.setattr(pages, "ROOT", varied)
+    text = pages._results()
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
+    assert "### Every set, and the average" in text
+    assert all(f"| {score} | a | b | average |" in text for score in ("BLEU", "chrF2", "brevity penalty"))
+    assert "| system | a: elsewhere | b: elsewhere | worst |" in text
+    assert text.count("15 dev pairs, 1 more left out as they stand in the memory") == 2  # of set a, in both records
+    assert "| M, N | @1 |" in text
+    assert lines["raw"].count(" / ") == 7
+    assert any("| 0.875 |" in line for line in text.splitlines() if line.startswith("| CLKNN |"))
+    ckmt = next(line for line in text.splitlines() if line.startswith("| CKMT |") and "clusters" in line)
+    assert ckmt.endswith("|  |")  # it was not timed
+    drawn = pages._accuracy_figure(json.loads((varied / "results" / "small.json").read_text()))
+    assert "a, memory as datastore" in drawn
+    assert "kNN-MT · Adaptive kNN-MT" not in drawn  # in set a there is only one of them
+    assert not pages._stale(ROOT / "docs" / "results.md", (ROOT / "docs" / "results.md").read_text("utf8"))
+
+
 # -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_systems_of_a_run_are_timed_in_turns(reproduce: ModuleType, desk: Path) -> None:
+    run(reproduce, desk, only=["a"], system=["kNN-MT", "CLKNN+w*", "Adaptive kNN-MT"])
+    words = [sys.executable, str(ROOT / "bench" / "systems.py"), "--work", str(desk / "build" / "small")]
+    options = ["--segments", "3", "--rounds", "2"]
+    ran = subprocess.run([*words, "--set", "a", *options], cwd=desk, capture_output=True, text=True, check=True)
+    record = json.loads(ran.stdout.splitlines()[-1])
+    assert json.loads((desk / "results" / "systems_a.json").read_text()) == record
+    timed = record["measured"]["systems"]
+    assert set(timed) == {"base", "kNN-MT", "CLKNN+w*", "Adaptive kNN-MT"}
+    assert timed["kNN-MT"]["time / kNN-MT"] == timed["kNN-MT"]["least"] == timed["kNN-MT"]["most"] == 1
+    assert timed["CLKNN+w*"]["index"] == "exact, inner product, keys of 32"
+    assert '"beam": 2' in record["signature"]["data"]
+    refused = subprocess.run([*words, "--set", "b"], cwd=desk, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "b has no finished kNN-MT" in refused.stderr
 
 
 @pytest.mark.parametrize("program", ["force_decoding", "training"])

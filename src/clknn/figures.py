@@ -47,7 +47,7 @@ MOST_VALUES = 10  # of a band, in one draw
 DRAWS = 20
 BINS = 10
 # Okabe and Ito's colours, which the colour-blind tell apart, and two more; a shape each for print in grey.
-COLOURS = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #F0E442 #000000 #882255 #999999".split()
+COLOURS = "#0072B2 #E69F00 #009E73 #D55E00 #CC79A7 #56B4E9 #000000 #882255 #999999 #F0E442".split()
 SHAPES = "o s ^ D v P X < > *".split()
 DASHES = ("-", "--", "-.", ":")
 STYLE: dict[Any, Any] = {
@@ -228,13 +228,13 @@ def _short(name: str, most: int = 16) -> str:
 # ---- retrieval accuracy@k
 
 
-def accuracy_figure(panels: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Figure:
-    """A panel for each datastore, in it a curve for each system: retrieval accuracy of k."""
+def accuracy_figure(panels: Mapping[str, Mapping[str, Mapping[int, float]]], columns: int = 3) -> Figure:
+    """A panel for each datastore, at most `columns` beside each other, in it a curve for each system."""
     import matplotlib
     from matplotlib.figure import Figure
 
     systems = list(dict.fromkeys(system for curves in panels.values() for system in curves))
-    columns = min(3, len(panels))
+    columns = min(columns, len(panels))
     rows, below = math.ceil(len(panels) / columns), math.ceil(len(systems) / columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.2 * columns + 0.4, 2.7 * rows + 0.25 * below + 0.2), layout="constrained")
@@ -391,19 +391,22 @@ def of_datastore(
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """NAME.png for looking at and NAME.svg for print."""
+    pictures = {"png": rendered(figure, "png", {"Software": None}), "svg": rendered(figure, "svg", {"Date": None})}
+    return [_write(folder / f"{name}.{suffix}", content) for suffix, content in pictures.items()]
+
+
+def rendered(figure: Figure, suffix: str, metadata: dict[str, str | None]) -> bytes:
+    """A file of this suffix; matplotlib's own metadata would make it another file every day."""
     import warnings
 
     import matplotlib
 
-    files = []
-    for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        drawn = BytesIO()
-        with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-            # A script that the font lacks shows as boxes in the PNG, and as itself in the SVG.
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")
-            figure.savefig(drawn, format=suffix, dpi=200, metadata=metadata)
-        files.append(_write(folder / f"{name}.{suffix}", drawn.getvalue()))
-    return files
+    drawn = BytesIO()
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # A script that the font lacks shows as boxes in the PNG, and as itself in the SVG.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure.savefig(drawn, format=suffix, dpi=200, metadata=metadata)
+    return drawn.getvalue()
 
 
 def _make_folder(folder: Path) -> None:
