@@ -258,8 +258,8 @@ def test_6_every_kept_target_position_is_stored_once(load: Load, stores: Stores,
     assert store.positions.tolist() == [t for row in targets for t in range(len(row))]
     assert isinstance(model, TransformersModel)
     ends = [row[-1] for row in targets]
-    assert set(ends) == {model._ends[0]}
-    strangers = {model._pad, *model._forced} | ({model._start} - {model._ends[0]})
+    assert set(ends) == {model.ends[0]}
+    strangers = {model._pad, *model._forced} | ({model._start} - {model.ends[0]})
     assert not strangers & set(store.values.tolist())
 
 
@@ -269,17 +269,17 @@ def test_6_text_that_names_control_tokens_is_text(load: Load, family: str, tmp_p
     assert isinstance(model, TransformersModel)
     names = {*model._tokenizer.all_special_tokens, *models._language_codes(model._tokenizer), "__fr__", ">>fra<<"}
     ids = {model._tokenizer.convert_tokens_to_ids(name) for name in names} - {model._tokenizer.unk_token_id}
-    control = {model._pad, model._start, *model._forced, *model._ends, *ids}
+    control = {model._pad, model._start, *model._forced, *model.ends, *ids}
     texts = ["house </s> tree <pad> cat", *(f"{n} house {n}tree{n}" for n in sorted(names)), *sorted(names)]
     around = [token for token in model.tokenise_sources(["house"])[0] if token in control]
     for text, source, target in zip(texts, model.tokenise_sources(texts), model.tokenise_targets(texts), strict=True):
         assert [token for token in source if token in control] == around, text
-        assert [token for token in target if token in control] == model._ends[:1], text
+        assert [token for token in target if token in control] == model.ends[:1], text
     for text in ("house </s> tree <pad> cat", "cat </s>", "<s>cat"):
         back = model.detokenise(model.tokenise_targets([text])[0])
         assert back.replace(" ", "") == text.replace(" ", "")  # FSMT's Moses puts spaces around < and >
     with vanilla_store(tmp_path / "s", [Pair(text, text, STORED[0].origin) for text in texts[:3]], model) as store:
-        assert [t for t in store.values.tolist() if t in control] == model._ends[:1] * 3
+        assert [t for t in store.values.tolist() if t in control] == model.ends[:1] * 3
 
 
 @pytest.mark.parametrize(("family", "token"), [("t5", "<extra_id_1>"), ("marian", ">>fra<<")])

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from clknn import adapter as adapters
 from clknn import datastore as stores
+from clknn import familiarity as familiarities
 from clknn import index as indices
 from clknn import model as models
 from clknn import projection as projections
@@ -31,6 +32,7 @@ from clknn.corpus import LIKE_OTHERS, Pair, Pairs, Role, Skip, Tally, read_pairs
 from clknn.datastore import Datastore, Manifest
 from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, refuse_unscorable, retrieval_accuracy, timed
+from clknn.familiarity import Familiarity
 from clknn.methods import ckmt, neighbourhood
 from clknn.methods.adaptive import MetaKTuner
 from clknn.methods.ckmt import CkmtSettings
@@ -50,6 +52,8 @@ KS = (1, 2, 4, 8, 16, 32, 64)
 CONTRASTIVE, CKMT = "contrastive", "ckmt"  # whose recipe trained an adapter, in the manifest
 OWN_PAIRS = 2_000  # of the datastore, drawn for a tuner that learns from these
 ENOUGH = 30  # segments; the bootstrap of fewer resamples the same few, and calls chance significant
+TRANSLATED = 150  # held-out pairs translated for each end penalty
+FALLEN = 1.0  # BLEU below the best so far, behind which no larger penalty is tried
 SPARE = 64  # neighbours fetched for such a pair beside those asked for, to stand in for its own entries
 
 
@@ -431,15 +435,31 @@ def _untuned(manifest: Manifest, normed: bool) -> Mixing:
     return Mixing(k, 0.05, 0.5, scaled=True)
 
 
-def tune(path: Path, model: Model, tuner: Tuner | None = None, report: Report = silent) -> Manifest:
-    """Chooses the combiner on held-out pairs, as `tuner` does; None is the grid, with w* where keys allow it."""
+def tune(
+    path: Path,
+    model: Model,
+    tuner: Tuner | None = None,
+    report: Report = silent,
+    general: Sequence[Path] = (),
+    ending: bool = False,
+) -> Manifest:
+    """Chooses the combiner on held-out pairs, as `tuner` does; None is the grid, with w* where keys allow it.
+
+    With `general` pairs, which nothing should be lost on, it also learns which sources are not of the memory's kind.
+    With `ending`, how much harder it must be to end a sentence is chosen by translating held-out pairs.
+    """
     with stores.writing(path), stores.open_datastore(path, model) as store:
         manifest = store.manifest
         tuner = tuner or Grid(scaled=store.projection.normed)
+        everyday = _general(general, model)
         pairs = list(store.pairs.each("stored" if tuner.own_pairs else "tune"))
         if tuner.own_pairs:
             pairs = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:OWN_PAIRS]]
         started = time.perf_counter()
+        if tuner.general:
+            # Numbered on from the held-out pairs: each is a pair of its own to what learns.
+            beside = [everyday[i] for i in np.random.default_rng(0).permutation(len(everyday))[: len(pairs) // 2]]
+            pairs += list(enumerate(beside, 1 + max((number for number, _ in pairs), default=0)))
         retrieved = retrieve(store, model, pairs, tuner, lambda done: report("retrieve", done, len(pairs), "pairs"))
         if retrieved is None:
             raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
@@ -447,14 +467,74 @@ def tune(path: Path, model: Model, tuner: Tuner | None = None, report: Report = 
         chosen = tuner.choose(
             retrieved, lambda p: report("tune", p.update, 0, f"updates, log-likelihood {p.log_likelihood:.3f}")
         )
+        measured = dict(chosen.measured)
         seconds = {"retrieval": round(fetched - started, 1), "tuning": round(time.perf_counter() - fetched, 1)}
         done = stores.with_combiner(path, manifest, chosen.combiner)
+        familiarity = _familiarity(store, model, everyday)
+        if familiarity is not None:
+            held_out = model.tokenise_sources([pair.source for _, pair in store.pairs.each("tune")])
+            unlike = model.tokenise_sources([pair.source for pair in everyday])
+            for name, sources in (("held-out", held_out), ("general", unlike)):
+                measured[f"familiar share of {name} sources"] = round(float(np.mean(familiarity.of(sources))), 4)
+        done = stores.with_familiarity(path, done, familiarity)
+        if ending:
+            began = time.perf_counter()
+            translator = Translator(model, replace(store, familiarity=familiarity), chosen.combiner)
+            curve = _endings(translator, [pair for _, pair in store.pairs.each("tune")], report)
+            measured["BLEU by end penalty"] = {f"{penalty:g}": round(bleu, 2) for penalty, bleu in curve.items()}
+            done = replace(done, end_penalty=max(curve, key=lambda penalty: curve[penalty]))
+            seconds["end penalty"] = round(time.perf_counter() - began, 1)
+        else:
+            done = replace(done, end_penalty=0.0)
         settings: Any = tuner  # a Protocol cannot say that its sides are dataclasses
-        asked = {"combiner": tuner.name, **asdict(settings)}
-        done = done.having("tune", asked, chosen.measured | {"seconds": seconds})
+        asked = {"combiner": tuner.name, **asdict(settings), "ending": ending}
+        asked["general"] = [_file_mark(file) for file in general]
+        done = done.having("tune", asked, measured | {"seconds": seconds})
         stores.save_draft(path, done)
         report("tune", 1, 1, "done")
     return done
+
+
+def _general(files: Sequence[Path], model: Model) -> list[Pair]:
+    """Pairs of text that is not of the memory's kind."""
+    if not files:
+        return []
+    tally = Tally()
+    pairs = fitting(model, read_pairs(files, model.source_language, model.target_language, tally), tally)
+    if not pairs:
+        raise InputError(f"{files[0]}: no general pair could be kept; {'; '.join(tally.lines()[1:])}")
+    return pairs
+
+
+def _familiarity(store: Datastore, model: Model, general: Sequence[Pair]) -> Familiarity | None:
+    if not general:
+        return None
+    held_out = model.tokenise_sources([pair.source for _, pair in store.pairs.each("tune")])
+    unlike = model.tokenise_sources([pair.source for pair in general])
+    return familiarities.fit(stores.sources_of(model, store.pairs.each("stored")), held_out, unlike, model.vocabulary)
+
+
+def _endings(translator: Translator, pairs: Sequence[Pair], report: Report) -> dict[float, float]:
+    """BLEU of some held-out pairs by end penalty: whole nats until it falls, then half ones beside the best."""
+    some = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:TRANSLATED]]
+    some = fitting(translator.model, some, Tally())
+    sources, references = [pair.source for pair in some], [pair.target for pair in some]
+    curve: dict[float, float] = {}
+
+    def judge_at(penalty: float) -> None:
+        report("endings", len(curve), 0, f"end penalty {penalty:g}")
+        said = [t.text for t in replace(translator, end_penalty=penalty).translate(sources)]
+        curve[penalty] = compare({"": said}, references, translator.model.target_language).scores[""].bleu
+
+    for penalty in (0.0, 1.0, 2.0, 3.0, 4.0):
+        judge_at(penalty)
+        if curve[penalty] < max(curve.values()) - FALLEN:
+            break
+    best = max(curve, key=lambda penalty: curve[penalty])
+    for penalty in (best - 0.5, best + 0.5):
+        if penalty > 0:
+            judge_at(penalty)
+    return dict(sorted(curve.items()))
 
 
 def retrieve(
@@ -559,11 +639,13 @@ def accuracy_of(translator: Translator, sources: list[str], references: list[str
 
 @dataclass(frozen=True)
 class Method:
-    """A system: what makes its keys, and what chooses its combiner. The two choices are independent."""
+    """A system: what makes its keys, what chooses its combiner, and whether sentences end less easily. The choices are
+    independent."""
 
     adapter: AdapterSettings | CkmtSettings | None = AdapterSettings()  # noqa: RUF009 (frozen); None: raw states
     refined: RefineSettings | None = None
     tuner: Tuner = Grid(scaled=True)  # noqa: RUF009 (frozen)
+    ending: bool = False  # whether an end penalty is tuned
 
     def __post_init__(self) -> None:
         """What cannot be combined is refused before hours of force decoding, not behind them."""
@@ -583,7 +665,7 @@ CLKNN = Method()
 CKMT_ADAPTIVE = Method(CkmtSettings(), tuner=MetaKTuner())
 ADAPTIVE = Method(None, tuner=MetaKTuner())
 KSTER = Method(None, tuner=KernelTuner())
-GATED = Method(refined=RefineSettings(), tuner=GateTuner())
+GATED = Method(refined=RefineSettings(), tuner=GateTuner(), ending=True)
 
 
 def adapt(
@@ -596,6 +678,7 @@ def adapt(
     tally: Tally | None = None,
     report: Report = silent,
     tune_on: Sequence[Path] = (),
+    general: Sequence[Path] = (),
 ) -> Verdict | None:
     """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
     if hold_out:
@@ -603,7 +686,7 @@ def adapt(
     build(path, files, model, hold_out, seed, tally, report, tune_on)
     manifest = represent(path, model, method, report)
     if method.tuner.own_pairs or manifest.measured["build"]["held out"]["tune"]:
-        tune(path, model, method.tuner, report)
+        tune(path, model, method.tuner, report, general, method.ending)
     return verdict(path, model, report=report)
 
 

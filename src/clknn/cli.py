@@ -88,6 +88,17 @@ HoldOut = Annotated[
 TuneOn = Annotated[
     list[Path] | None, typer.Option(help="Tune on these pairs instead of held-out ones; twice for two aligned files.")
 ]
+General = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Pairs of other text, which must not get worse: sources like these are left to the base model. "
+        "Twice for two aligned files."
+    ),
+]
+Ending = Annotated[
+    bool | None,
+    typer.Option(help="Tune how hard it is to end a sentence, by translating held-out pairs; --method gated does."),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Decides what is held out and drawn.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit that would be skipped.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
@@ -142,6 +153,8 @@ def adapt(
     steps: Annotated[int | None, typer.Option(min=1, help="Most training steps; it stops early when it can.")] = None,
     hold_out: HoldOut = 300,
     tune_on: TuneOn = None,
+    general: General = None,
+    ending: Ending = None,
     seed: Seed = 0,
     strict: Strict = False,
     device: Device = "cpu",
@@ -156,7 +169,10 @@ def adapt(
     with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         chosen = _method(method, combiner, steps, seed)
-        verdict = adaptation.adapt(out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or ())
+        chosen = chosen if ending is None else replace(chosen, ending=ending)
+        verdict = adaptation.adapt(
+            out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or (), general or ()
+        )
     _say_tally(tally)
     _say_verdict(out, verdict, hold_out)
 
@@ -292,6 +308,8 @@ def tune(
     store: Store,
     model: OtherModel = None,
     combiner: CombinerOption = None,
+    general: General = None,
+    ending: Ending = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
@@ -300,7 +318,8 @@ def tune(
 
     with _taken_up(store), Bars() as report:
         tuner = None if combiner is None else _tuner(combiner)
-        manifest = adaptation.tune(store, _model_of(store, model, device, dtype), tuner, report)
+        loaded = _model_of(store, model, device, dtype)
+        manifest = adaptation.tune(store, loaded, tuner, report, general or (), bool(ending))
     typer.echo(f"{store}: {_mixing_line(manifest)}")
 
 
@@ -317,6 +336,7 @@ def translate(
     longest_ratio: LongestRatio = 3.0,
     batch: Batch = 32,
     evidence: Annotated[bool, typer.Option("--evidence", help="Write JSON lines with each word's evidence.")] = False,
+    guarded: Annotated[bool, typer.Option(help="Leave sources unlike the memory's to the base model.")] = True,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
@@ -331,6 +351,7 @@ def translate(
 
     decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
+    translator = replace(translator, guarded=guarded)
 
     def say(translation: Translation) -> None:
         text = json.dumps(_evidence(translation), ensure_ascii=False) if evidence else translation.text
@@ -657,7 +678,8 @@ def _evidence(translation: Translation) -> dict[str, Any]:
                 "support": support,
             }
         )
-    return {"source": translation.source, "translation": translation.text, "words": words}
+    said = {"source": translation.source, "translation": translation.text, "familiar": translation.familiar}
+    return {**said, "words": words}
 
 
 def _say_tally(tally: Tally) -> None:
@@ -691,13 +713,14 @@ def _say_comparison(comparison: Comparison) -> None:
 
 def _mixing_line(manifest: Manifest) -> str:
     mixing = manifest.mixing
+    ending = f", end penalty {manifest.end_penalty:g}" if manifest.end_penalty else ""
     if "combiner" in manifest.files:
-        return f"{manifest.options['tune']['combiner']}, learned"
+        return f"{manifest.options['tune']['combiner']}, learned{ending}"
     if mixing is None:
         return "not tuned"
     kind = "w*, scaled by confidence" if mixing.scaled else "fixed"
     untuned = "; untuned defaults" if manifest.untuned else ""
-    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind}{untuned})"
+    return f"k {mixing.k}, temperature {mixing.temperature:g}, weight {mixing.weight:g} ({kind}{untuned}){ending}"
 
 
 def _say_manifest(store: Path, manifest: Manifest) -> None:

@@ -37,22 +37,25 @@ from clknn import index as indices
 from clknn import projection as projections
 from clknn.corpus import Pair, Pairs, Role, Tally
 from clknn.errors import DatastoreError, InputError, ModelError
+from clknn.familiarity import Familiarity
 from clknn.index import Index
 from clknn.methods.adaptive import MetaK
 from clknn.methods.gate import Gate
 from clknn.methods.kster import Kernel
 from clknn.mixing import Combiner, Mixing, Neighbours
-from clknn.model import Model
+from clknn.model import Model, Tokens
 from clknn.projection import Projection
 from clknn.states import GrowingArray, Progress, blocks, write_atomically
 
 FORMAT = 1
+TOKENISED = 4_096  # sources tokenised at a time
 OPENINGS = 10  # times that a reader is overtaken by a writer before it gives up
 ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
 # What a killed or refused change can leave behind; SQLite would play a journal that is left into the next file of
 # that name.
 _OURS = re.compile(
-    r"(states|values|pairs|positions|keys|adapter|projection|combiner|index|text)(\.\d+)?\.(npy|safetensors|faiss|sqlite)"
+    r"(states|values|pairs|positions|keys|adapter|projection|combiner|familiarity|index|text)(\.\d+)?"
+    r"\.(npy|safetensors|faiss|sqlite)"
     r"(-journal)?|(manifest|draft|progress)\.json\.new|training\.safetensors\.new"
 )
 # As the system, faiss, safetensors and SQLite say it.
@@ -83,6 +86,7 @@ class Manifest:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     mixing: Mixing | None = None
+    end_penalty: float = 0.0  # nats that end-of-sentence loses wherever something was retrieved
     files: dict[str, FileMark] = field(default_factory=dict)
     format: int = FORMAT
 
@@ -125,10 +129,15 @@ class Datastore:
     positions: npt.NDArray[np.int32]
     pairs: Pairs
     combiner: Combiner | None  # what tuning chose for these keys
+    familiarity: Familiarity | None = None  # where general text was there to learn it from
 
     @property
     def entries(self) -> int:
         return len(self.values)
+
+    def familiar(self, sources: Sequence[Tokens]) -> list[bool]:
+        """Which sources read like the memory; all of them, where it never saw other text."""
+        return [True] * len(sources) if self.familiarity is None else self.familiarity.of(sources)
 
     def project(self, states: Tensor) -> Tensor:
         return self.projection(states.float().cpu())
@@ -269,7 +278,8 @@ def _opened(path: Path, manifest: Manifest) -> Datastore:
     index = indices.read(path / manifest.files["index"].name, arrays["keys"], projection.normed)
     pairs = Pairs.open(path / manifest.files["text"].name)
     entries = arrays["values"], arrays["pairs"], arrays["positions"]
-    return Datastore(path, manifest, projection, index, *entries, pairs, read_combiner(path, manifest))
+    combiner, familiarity = read_combiner(path, manifest), read_familiarity(path, manifest)
+    return Datastore(path, manifest, projection, index, *entries, pairs, combiner, familiarity)
 
 
 def read_combiner(path: Path, manifest: Manifest) -> Combiner | None:
@@ -287,6 +297,30 @@ def read_combiner(path: Path, manifest: Manifest) -> Combiner | None:
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise DatastoreError(f"{file}: not a combiner ({error}); run `clknn tune` again") from error
     raise DatastoreError(f"{file}: a combiner that this clknn does not know; use the one that made it, or tune again")
+
+
+def read_familiarity(path: Path, manifest: Manifest) -> Familiarity | None:
+    if "familiarity" not in manifest.files:
+        return None
+    file = path / manifest.files["familiarity"].name
+    try:
+        return Familiarity.from_tensors(load_file(file))
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DatastoreError(f"{file}: does not tell sources apart ({error}); run `clknn tune` again") from error
+
+
+def with_familiarity(path: Path, manifest: Manifest, familiarity: Familiarity | None) -> Manifest:
+    """The manifest that has this one and no other, which is written beside it; None: no source is unfamiliar."""
+    files = {name: mark for name, mark in manifest.files.items() if name != "familiarity"}
+    if familiarity is None:
+        return replace(manifest, files=files)
+    return replace(manifest, files=files | {"familiarity": mark_of(_written(path, familiarity))})
+
+
+def _written(path: Path, familiarity: Familiarity) -> Path:
+    file = fresh(path, "familiarity", "safetensors")
+    file.write_bytes(serialised(familiarity.tensors()))  # save_file lets only its owner read it
+    return file
 
 
 def with_combiner(path: Path, manifest: Manifest, combiner: Combiner) -> Manifest:
@@ -433,8 +467,13 @@ def add(path: Path, pairs: Iterable[Pair], model: Model, tally: Tally | None = N
                 for keys in store.projection.keys(block.states):
                     grown["keys"][1].append(keys)
                 del block  # before the next is made: otherwise there would be two in memory
+            files = {name: file for name, (file, _) in grown.items()}
+            if store.familiarity is not None:
+                again = islice(record.each("stored", after=ids.start - 1), len(ids))
+                known = store.familiarity.with_pairs(sources_of(model, again))
+                files["familiarity"] = _written(path, known)
             counts = _counts(record)
-        _finish(store, text, {name: file for name, (file, _) in grown.items()}, counts, indices.extended)
+        _finish(store, text, files, counts, indices.extended)
     return ids
 
 
@@ -457,8 +496,19 @@ def remove(path: Path, ids: Sequence[int]) -> int:
             with GrowingArray(files[name], old.dtype, old.shape[1] if old.ndim > 1 else None, 0) as new:
                 for rows in np.array_split(kept, len(kept) // 100_000 + 1):
                     new.append(old[rows])
+        if store.familiarity is not None:
+            files["familiarity"] = _written(path, store.familiarity.without_pairs(np.fromiter(ids, np.int64)))
         _finish(store, text, files, counts, indices.refilled)
     return removed
+
+
+def sources_of(model: Model, pairs: Iterator[tuple[int, Pair]]) -> list[tuple[int, Tokens]]:
+    """Numbered pairs' sources, tokenised."""
+    found = list[tuple[int, Tokens]]()
+    while some := list(islice(pairs, TOKENISED)):
+        numbers, texts = [number for number, _ in some], [pair.source for _, pair in some]
+        found += zip(numbers, model.tokenise_sources(texts), strict=True)
+    return found
 
 
 def _copied(store: Datastore, name: str, open_files: ExitStack) -> tuple[Path, GrowingArray]:

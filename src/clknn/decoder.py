@@ -54,12 +54,17 @@ def decode(
     retriever: Retriever | None = None,
     combiner: Combiner | None = None,
     evidence: bool = False,
+    end_penalty: float = 0.0,
 ) -> list[Hypothesis]:
-    """The best hypothesis of each source; without a retriever and a combiner, the base model's."""
-    if retriever is None or combiner is None:
-        return [Hypothesis(g.tokens, None) for g in model.generate(list(sources), decoding)]
+    """The best hypothesis of each source; without a retriever and a combiner, the base model's.
+
+    `end_penalty` nats are taken off log p_mix of the tokens that end a sentence.
+    """
     steps: dict[int, _Step] = {}
-    generated = model.generate(list(sources), decoding, _mixer(retriever, combiner, steps if evidence else None))
+    mixed: Mix | None = None
+    if retriever is not None and combiner is not None:
+        mixed = _mixer(retriever, combiner, steps if evidence else None, model.ends, end_penalty)
+    generated = model.generate(list(sources), decoding, mixed)
     if not evidence:
         return [Hypothesis(g.tokens, None) for g in generated]
     return [
@@ -84,7 +89,9 @@ def _p_model(model: Model, sources: Sequence[Tokens], generated: list[Generated]
     return found
 
 
-def _mixer(retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | None) -> Mix:
+def _mixer(
+    retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | None, ends: list[int], end_penalty: float
+) -> Mix:
     def mixed(step: int, states: Tensor, log_p_model: Tensor) -> Tensor:
         found = retriever.neighbours(retriever.project(states), combiner.k, combiner.wants_keys)
         neighbours = found.to(log_p_model.device)
@@ -93,7 +100,10 @@ def _mixer(retriever: Retriever, combiner: Combiner, steps: dict[int, _Step] | N
         shares = combiner.shares(log_p_model, neighbours)
         if steps is not None:
             steps[step] = _Step(neighbours, shares)
-        return mix(log_p_model, neighbours, shares)
+        log_p_mix = mix(log_p_model, neighbours, shares)  # [R, V]
+        if end_penalty:
+            log_p_mix[:, ends] -= end_penalty
+        return log_p_mix
 
     return mixed
 
@@ -105,8 +115,8 @@ class _Step:
 
 
 def _evidence(step: _Step | None, row: int, token: int, p_model: float) -> Evidence:
-    if step is None:  # a forced token: nothing was retrieved for it
-        return Evidence(token, 0.0, 1.0, 1.0, [])
+    if step is None:  # a forced token, or a source for which nothing was retrieved
+        return Evidence(token, 0.0, p_model, p_model, [])
     near = step.neighbours.similarity if step.neighbours.distance is None else step.neighbours.distance
     assert near is not None
     voted = (step.neighbours.values[row] == token) & step.neighbours.found[row]  # [K]

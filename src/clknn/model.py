@@ -117,6 +117,7 @@ class Model(Protocol):
     precision: str  # "float32" or "bfloat16": what the states were computed in
     state_definition: str
     fingerprint: str
+    ends: list[int]  # tokens that end a sentence, the usual one first
 
     def tokenise_sources(self, texts: Sequence[str]) -> list[Tokens]: ...
 
@@ -231,8 +232,8 @@ class TransformersModel:
         self.prefix = prefix if prefix is not None else _task_prefix(network.config, source, target)
         self._target_tokenizer = _target_tokenizer(tokenizer)
         self._start, self._forced = _decoder_prompt(name, network, tokenizer, source, target)
-        self._pad, self._ends = _special_tokens(name, network, tokenizer)
-        self._control = _control_tokens(tokenizer) | {self._start, *self._forced, self._pad, *self._ends}
+        self._pad, self.ends = _special_tokens(name, network, tokenizer)
+        self._control = _control_tokens(tokenizer) | {self._start, *self._forced, self._pad, *self.ends}
         self._around = _around_a_source(tokenizer, self.prefix, self._control)
         pieces = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(self.vocabulary)]
         probe = _probe(pieces)
@@ -264,7 +265,7 @@ class TransformersModel:
         for i, row in enumerate(rows):
             if not self._control.isdisjoint(row):
                 rows[i] = _as_text(self._target_tokenizer, self._control, text_target=texts[i])
-        return [[*row, self._ends[0]] for row in rows]
+        return [[*row, self.ends[0]] for row in rows]
 
     def detokenise(self, tokens: Tokens) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True)).strip()
@@ -338,7 +339,7 @@ class TransformersModel:
 
     def _hypothesis(self, tokens: Tokens, rows: list[int] | None, b: int) -> Generated:
         start = len(self._forced)
-        stop = next((i + 1 for i in range(start, len(tokens)) if tokens[i] in self._ends), len(tokens))
+        stop = next((i + 1 for i in range(start, len(tokens)) if tokens[i] in self.ends), len(tokens))
         cells = [(step, b if rows is None else rows[step]) for step in range(start, stop)]
         return Generated(tokens[start:stop], cells)
 

@@ -58,6 +58,7 @@ class Translation:
     source: str
     text: str
     words: list[Word] | None = None  # None where evidence was not asked for
+    familiar: bool = True  # False: it reads like other text than the memory's, and is the base model's
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Translator:
     datastore: Datastore | None = None
     combiner: Combiner | None = None
     decoding: Decoding = field(default_factory=Decoding)
+    end_penalty: float = 0.0  # nats that end-of-sentence loses wherever something is retrieved
+    guarded: bool = True  # whether sources that do not read like the memory go to the base model
 
     @classmethod
     def open(
@@ -90,7 +93,7 @@ class Translator:
         )
         check_model(Path(path), manifest, model)
         store = open_datastore(Path(path), model)
-        return cls(model, store, store.combiner, decoding)
+        return cls(model, store, store.combiner, decoding, manifest.end_penalty)
 
     @property
     def base(self) -> Translator:
@@ -138,28 +141,37 @@ class Translator:
         # Weight 0 is the base model: nothing is searched, unless evidence wants to show what would have been found.
         idle = isinstance(self.combiner, Mixing) and self.combiner.weight == 0 and not evidence
         combiner = None if idle else self.combiner
-        for start in range(0, len(order), batch):
-            rows = order[start : start + batch]
-            hypotheses = decode(
-                self.model, [sources[i] for i in rows], self.decoding, self.datastore, combiner, evidence
-            )
-            for i, hypothesis in zip(rows, hypotheses, strict=True):
-                done[i] = self._translation(texts[i], hypothesis)
+        familiar = [True] * len(texts)
+        if self.guarded and self.datastore is not None and combiner is not None:
+            familiar = self.datastore.familiar(sources)
+        for own in (True, False):
+            mine = [i for i in order if familiar[i] is own]
+            for start in range(0, len(mine), batch):
+                rows = mine[start : start + batch]
+                hypotheses = decode(
+                    self.model, [sources[i] for i in rows], self.decoding,
+                    self.datastore, combiner if own else None, evidence, self.end_penalty,
+                )  # fmt: skip
+                for i, hypothesis in zip(rows, hypotheses, strict=True):
+                    done[i] = self._translation(texts[i], hypothesis, own)
         return [done[i] for i in range(len(texts))]
 
-    def _translation(self, source: str, hypothesis: Hypothesis) -> Translation:
+    def _translation(self, source: str, hypothesis: Hypothesis, familiar: bool) -> Translation:
         text = self.model.detokenise(hypothesis.tokens)
         if hypothesis.evidence is None:
-            return Translation(source, text)
+            return Translation(source, text, familiar=familiar)
         pieces = self.model.pieces(hypothesis.tokens)
         words = [self._word(spelt, tokens) for spelt, tokens in _words(pieces, hypothesis.evidence)]
-        return Translation(source, text, words)
+        return Translation(source, text, words, familiar)
 
     def _word(self, text: str, tokens: list[Evidence]) -> Word:
         """A word's shares are the means over its tokens."""
+        n = len(tokens)
+        entries = [vote.entry for evidence in tokens for vote in evidence.votes]
+        if not entries:
+            return Word(text, 0.0, sum(e.p_model for e in tokens) / n, [])
         assert self.datastore is not None
         shares: dict[int, Support] = {}
-        entries = [vote.entry for evidence in tokens for vote in evidence.votes]
         pairs = self.datastore.pairs.get(sorted({int(self.datastore.pair_ids[e]) for e in entries}))
         for evidence in tokens:
             for vote in evidence.votes:
@@ -172,7 +184,6 @@ class Translator:
         # What retrieval decided of a token: its neighbours' part of the probability the token was chosen by.
         decided = [1 - (1 - e.weight) * e.p_model / e.p_mix if e.p_mix else 0.0 for e in tokens]
         support = sorted(shares.values(), key=lambda s: -s.share)
-        n = len(tokens)
         return Word(text, sum(decided) / n, sum(e.p_model for e in tokens) / n, support)
 
 

@@ -101,6 +101,7 @@ class Tuner(Protocol):
 
     wants_keys: ClassVar[bool]  # whether neighbours must come with queries and keys
     own_pairs: ClassVar[bool]  # whether it learns from the datastore's own pairs, each without what it finds of itself
+    general: ClassVar[bool]  # whether it learns from general pairs too, where these are given
 
     @property
     def name(self) -> str: ...
@@ -149,6 +150,7 @@ class Grid:
     scaled: bool
     wants_keys: ClassVar[bool] = False
     own_pairs: ClassVar[bool] = False
+    general: ClassVar[bool] = False
     most: ClassVar[int] = max(KS)
 
     @property

@@ -111,6 +111,7 @@ class MetaKTuner:
     name: ClassVar[str] = "meta-k"
     wants_keys: ClassVar[bool] = False
     own_pairs: ClassVar[bool] = False
+    general: ClassVar[bool] = False
 
     @property
     def most(self) -> int:

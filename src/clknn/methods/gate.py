@@ -137,6 +137,7 @@ class GateTuner:
     name: ClassVar[str] = "gate"
     wants_keys: ClassVar[bool] = False
     own_pairs: ClassVar[bool] = False
+    general: ClassVar[bool] = True
     most: ClassVar[int] = Grid.most
 
     def choose(self, retrieved: Retrieved, advance: Callable[[Progress], None]) -> Chosen:

@@ -116,6 +116,7 @@ class KernelTuner:
     name: ClassVar[str] = "kernel"
     wants_keys: ClassVar[bool] = True
     own_pairs: ClassVar[bool] = True
+    general: ClassVar[bool] = False
 
     @property
     def most(self) -> int:
