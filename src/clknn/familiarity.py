@@ -2,10 +2,10 @@
 
 In go tokenised sources; out comes, for each, the log-odds that it is of the memory's kind, positive where it is. A
 datastore has an answer for every query, also for a sentence that its memory has nothing to say of, and such answers
-halve the quality of general text. Three numbers of a source tell its kind: how much likelier its tokens are in the memory
-than in general text, how many of its trigrams stand in the memory, and its length; how much each counts is fitted to
-held-out sources of the memory against general ones. The trade-off: general text has to be given, and every source that
-is wrongly taken for unfamiliar is translated by the base model (docs/log.md has how many these are).
+halve the quality of general text. Three numbers of a source tell its kind: how much likelier its tokens are in the
+memory than in general text, how many of its trigrams stand in the memory, and its length; how much each counts is
+fitted to held-out sources of the memory against general ones. The trade-off: general text has to be given, and a source
+that is wrongly taken for unfamiliar is translated by the base model (docs/log.md has how many these are).
 """
 
 from __future__ import annotations
@@ -123,8 +123,10 @@ def _ratios(memory: Floats, general: Sequence[Tokens], vocabulary: int) -> Float
 
 
 def _frequencies(sources: Sequence[Tokens], vocabulary: int, pseudo: float) -> Floats:
-    counts = np.bincount(np.concatenate([np.asarray(s, np.int64) for s in sources]), minlength=vocabulary) + pseudo
-    return counts / counts.sum()
+    tokens = np.concatenate([np.asarray(source, np.int64) for source in sources])
+    counts: Floats = np.bincount(tokens, minlength=vocabulary).astype(np.float64) + pseudo
+    shares: Floats = counts / np.float64(counts.sum())
+    return shares
 
 
 def _trigrams(source: Tokens, vocabulary: int) -> Ids:
