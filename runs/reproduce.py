@@ -82,6 +82,8 @@ def systems(config: dict[str, Any]) -> list[System]:
         System("CKMT", replace(CKMT_ADAPTIVE, adapter=ckmt)),
         System("CLKNN+w*, other domain", clknn, elsewhere=True),
     ]
+    if len(config.get("sets", ())) == 1:  # there is no other set to train on
+        rows = [row for row in rows if not row.elsewhere]
     wanted = config.get("systems")
     if wanted and (unknown := set(wanted) - {row.name for row in rows}):
         raise InputError(f"systems {sorted(unknown)} are not known; choose among {[row.name for row in rows]}")
