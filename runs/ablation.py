@@ -129,12 +129,13 @@ def cell(bench: Bench, set_name: str, variation: Variation, bleu: bool) -> None:
     file = _file(bench, set_name, variation)
     if _made(file, bleu):
         return
+    dev = bench.forced(set_name).dev
     trained = _trained(bench, set_name, variation)
     path = file.with_suffix(".store")
     shutil.rmtree(path, ignore_errors=True)  # of a run that was killed
     link(trained, path)
     raw = variation.adapter is None
-    adaptation.project(path, bench.model, raw, variation.size, variation.centred, say)
+    adaptation.project(path, bench.model, raw, variation.size, variation.centred, say, held_out=dev)
     manifest = adaptation.tune(path, bench.model, Grid(scaled=not raw), say)
     with datastore.open_datastore(path, bench.model) as store:
         translator = Translator(bench.model, store, store.combiner, bench.decoding)
@@ -154,7 +155,7 @@ def _trained(bench: Bench, set_name: str, variation: Variation) -> Path:
         return bench.store(set_name)
     path = bench.work / f"{set_name}.{_digest(asdict(variation.adapter))}.trained"
     link(bench.store(set_name), path)
-    adaptation.train(path, variation.adapter, bench.model, report=say)
+    adaptation.train(path, variation.adapter, bench.model, report=say, held_out=bench.forced(set_name).dev)
     return path
 
 

@@ -29,7 +29,7 @@ import typer
 from clknn import Decoding, Pair, Tally, Translator, adaptation, datastore, load_model
 from clknn import index as indices
 from clknn import projection as projections
-from clknn.adaptation import ADAPTIVE, CKMT_ADAPTIVE, CLKNN, GATED, KNN_MT, KSTER, Method
+from clknn.adaptation import ADAPTIVE, CKMT_ADAPTIVE, CLKNN, GATED, KNN_MT, KSTER, HeldOut, Method
 from clknn.adapter import AdapterSettings, Classes, class_centres
 from clknn.corpus import Pairs, fold, read_pairs
 from clknn.errors import InputError
@@ -82,6 +82,8 @@ def systems(config: dict[str, Any]) -> list[System]:
         System("CKMT", replace(CKMT_ADAPTIVE, adapter=ckmt)),
         System("CLKNN+w*, other domain", clknn, elsewhere=True),
     ]
+    if len(config.get("sets", ())) == 1:  # there is no other set to train on
+        rows = [row for row in rows if not row.elsewhere]
     wanted = config.get("systems")
     if wanted and (unknown := set(wanted) - {row.name for row in rows}):
         raise InputError(f"systems {sorted(unknown)} are not known; choose among {[row.name for row in rows]}")
@@ -181,11 +183,17 @@ class Text(NamedTuple):
     most: int | None
 
 
+class HeldOutTexts(NamedTuple):
+    dev: HeldOut
+    test: HeldOut
+
+
 class Bench:
     """The sets of one configuration, their datastores and their cells."""
 
     def __init__(self, config: dict[str, Any], data: Path, work: Path) -> None:
         self.config, self.data, self.work = config, data, work
+        self._forced = dict[str, HeldOutTexts]()
         self.model: Model = load_model(str(self._path(config["model"])), config["source"], config["target"])
         self.decoding = Decoding(beam=config.get("beam", 5), length_penalty=config.get("length_penalty", 1.0))
         # Which systems are in the table changes no cell.
@@ -285,7 +293,7 @@ class Bench:
         if system.elsewhere:
             self.build(self._other(set_name))
             elsewhere = self.store(self._other(set_name))
-        adaptation.represent(path, self.model, system.method, say, elsewhere)
+        adaptation.represent(path, self.model, system.method, say, elsewhere, self.forced(set_name).dev)
         manifest = adaptation.tune(path, self.model, system.method.tuner, say)
         with datastore.open_datastore(path, self.model) as store:
             translator = Translator(self.model, store, store.combiner, self.decoding)
@@ -351,22 +359,29 @@ class Bench:
 
     def accuracies(self, translator: Translator, set_name: str) -> dict[str, Any]:
         """Retrieval accuracy@k for the test pairs: from the memory, and from the dev pairs as the paper has it."""
-        store = translator.datastore
+        store, (dev, test) = translator.datastore, self.forced(set_name)
         assert store is not None
-        one = self.config["sets"][set_name]
-        pairs = self.pairs(one["test"], one.get("test_pairs"))
-        sources, references = [p.source for p in pairs], [p.target for p in pairs]
-        dev = adaptation.force_held_out(store.path, store.manifest, self.model, "tune")
-        test = adaptation.force_pairs(self.model, sources, references)
-        assert dev is not None
-        assert test is not None
-        keys, asked = store.projection(dev.states).numpy().astype(np.float16), store.projection(test.states).numpy()
-        near = indices.exact_search(keys, asked, max(adaptation.KS), store.projection.normed)
-        truth = test.truth.numpy()
+        asked, truth = store.project(test.states), test.truth.numpy()  # [R, P], [R]
+        memory = store.neighbours(asked, min(max(adaptation.KS), store.entries))
+        keys = store.project(dev.states).numpy().astype(np.float16)
+        near = indices.exact_search(keys, asked.numpy(), max(adaptation.KS), store.projection.normed)
         return {
-            "accuracy, memory": adaptation.accuracy_of(translator, sources, references),
+            "accuracy, memory": retrieval_accuracy(memory.values.numpy(), memory.found.numpy(), truth, adaptation.KS),
             "accuracy, dev": retrieval_accuracy(dev.truth.numpy()[near.ids], near.found, truth, adaptation.KS),
         }
+
+    def forced(self, set_name: str) -> HeldOutTexts:
+        """Dev and test pairs of a set, force-decoded once for all its systems."""
+        if set_name not in self._forced:
+            manifest = datastore.read_draft(self.store(set_name))
+            assert manifest is not None
+            dev = adaptation.force_held_out(self.store(set_name), manifest, self.model, "tune")
+            pairs = self.pairs(*self.texts(set_name)[0][1:])
+            test = adaptation.force_pairs(self.model, [p.source for p in pairs], [p.target for p in pairs])
+            if dev is None or test is None:
+                raise InputError(f"{set_name}: no pair of its dev or test files fits the model; name others")
+            self._forced[set_name] = HeldOutTexts(dev, test)
+        return self._forced[set_name]
 
     def save(self, file: Path, record: dict[str, Any]) -> None:
         new = file.with_suffix(".new")

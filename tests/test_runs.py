@@ -195,6 +195,7 @@ def test_the_papers_configuration_is_the_papers(reproduce: ModuleType) -> None:
     config = tomllib.loads((ROOT / "runs" / "paper.toml").read_text(encoding="utf8"))
     methods = {system.name: system.method for system in reproduce.systems(config)}
     assert methods["CLKNN+w*"].adapter == replace(PAPER, inner=4096, width=512)
+    assert "CLKNN+w*, other domain" not in methods  # of one set there is no other
     assert (PAPER.inner, PAPER.width) == (None, None)  # derived from D, where they are the same
 
 

@@ -247,9 +247,11 @@ def train(
     model: Model,
     states_of: Path | None = None,
     report: Report = silent,
+    held_out: HeldOut | None = None,
 ) -> Trained | None:
     """Trains the adapter on this datastore's states, or on another's (the paper's out-of-domain setting).
 
+    `held_out` are the pairs to tune on of whose states it trains, where someone has force-decoded them already.
     None: it was trained on these entries with these settings before.
     """
     recipe = CKMT if isinstance(settings, CkmtSettings) else CONTRASTIVE
@@ -269,7 +271,7 @@ def train(
             return None
         home = path if states_of is None else states_of
         states, values, pairs = (stores.array(home, teacher, name) for name in ("states", "values", "pairs"))
-        held_out = force_held_out(home, teacher, model, "tune")
+        held_out = held_out or force_held_out(home, teacher, model, "tune")
         measured: dict[str, Any] = {}
         report("train", 0, settings.steps, "steps")
         if isinstance(settings, CkmtSettings):
@@ -354,12 +356,13 @@ def project(
     centred: bool = True,
     report: Report = silent,
     refined: RefineSettings | None = None,
+    held_out: HeldOut | None = None,
 ) -> Manifest:
     """Turns the states into keys and indexes them; from here on the directory is a datastore.
 
     `vanilla` is kNN-MT: the raw states, by squared L2. Otherwise the trained adapter, PCA to `size` and norm, which can
     be `refined` on what they retrieve; where no adapter was trained, PCA and norm alone. CKMT's adapter is narrow and
-    stands alone.
+    stands alone. `held_out` are the pairs to tune on, where someone has force-decoded them already.
     """
     asked: dict[str, Any] = {"vanilla": vanilla, "size": size, "centred": centred}
     asked["refined"] = None if refined is None else asdict(refined)
@@ -370,7 +373,7 @@ def project(
         done_before = manifest.options.get("project") == asked and "index" in manifest.files
         if done_before and not stores.damaged(path, manifest, ("keys", "projection", "index")):
             return manifest
-        held_out = force_held_out(path, manifest, model, "tune")
+        held_out = held_out or force_held_out(path, manifest, model, "tune")
         started = time.perf_counter()
         if vanilla and refined is not None:
             raise InputError("kNN-MT's raw states are searched as they are; refining needs --method clknn or gated")
@@ -691,12 +694,21 @@ def adapt(
 
 
 def represent(
-    path: Path, model: Model, method: Method, report: Report = silent, states_of: Path | None = None
+    path: Path,
+    model: Model,
+    method: Method,
+    report: Report = silent,
+    states_of: Path | None = None,
+    held_out: HeldOut | None = None,
 ) -> Manifest:
-    """The keys of a method: its adapter trained, on these states or another datastore's, and the states projected."""
+    """The keys of a method: its adapter trained, on these states or another datastore's, and the states projected.
+
+    `held_out` are this datastore's pairs to tune on, where someone has force-decoded them already.
+    """
     if method.adapter is not None:
-        train(path, method.adapter, model, states_of, report)
-    return project(path, model, method.adapter is None, refined=method.refined, report=report)
+        train(path, method.adapter, model, states_of, report, held_out if states_of is None else None)
+    vanilla = method.adapter is None
+    return project(path, model, vanilla, refined=method.refined, report=report, held_out=held_out)
 
 
 def _begun(path: Path, model: Model) -> Manifest:
