@@ -12,8 +12,9 @@ import clknn
 SOURCE = Path(clknn.__file__).parent
 # The order in which data flows; ARCHITECTURE.md describes it line by line.
 ORDER = (
-    "errors language corpus model states adapter projection index mixing tuning methods.ckmt methods.neighbourhood "
-    "methods.adaptive methods.kster methods.gate datastore decoder translator evaluation adaptation cli __main__"
+    "errors language corpus step model states adapter projection index mixing tuning methods.ckmt "
+    "methods.neighbourhood methods.adaptive methods.kster methods.gate datastore decoder translator evaluation "
+    "adaptation cli __main__"
 ).split()
 # Their own __init__ is not a file of the order: it holds a docstring, or resolves names on first use.
 PACKAGES = "clknn", "clknn.methods"

@@ -16,12 +16,10 @@ from pathlib import Path
 from clknn import model as models
 from clknn.corpus import Pair
 from clknn.datastore import Datastore, check_model, open_datastore, read_manifest
-from clknn.decoder import Evidence, Hypothesis, decode
+from clknn.decoder import BATCH, Evidence, Hypothesis, decode
 from clknn.errors import InputError
 from clknn.mixing import Combiner, Mixing
 from clknn.model import Decoding, Model
-
-BATCH = 32
 
 
 class TooLongError(InputError):
@@ -138,13 +136,11 @@ class Translator:
         # Weight 0 is the base model: nothing is searched, unless evidence wants to show what would have been found.
         idle = isinstance(self.combiner, Mixing) and self.combiner.weight == 0 and not evidence
         combiner = None if idle else self.combiner
-        for start in range(0, len(order), batch):
-            rows = order[start : start + batch]
-            hypotheses = decode(
-                self.model, [sources[i] for i in rows], self.decoding, self.datastore, combiner, evidence
-            )
-            for i, hypothesis in zip(rows, hypotheses, strict=True):
-                done[i] = self._translation(texts[i], hypothesis)
+        hypotheses = decode(
+            self.model, [sources[i] for i in order], self.decoding, self.datastore, combiner, evidence, batch
+        )
+        for i, hypothesis in zip(order, hypotheses, strict=True):
+            done[i] = self._translation(texts[i], hypothesis)
         return [done[i] for i in range(len(texts))]
 
     def _translation(self, source: str, hypothesis: Hypothesis) -> Translation:
