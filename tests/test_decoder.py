@@ -17,8 +17,9 @@ from clknn.model import Decoding, Model
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @pytest.mark.parametrize("beam", [1, 4])
+@pytest.mark.parametrize("reference", [False, True], ids=["search", "generate"])
 def test_evidence_adds_up_to_p_mix_along_the_winning_hypothesis(
-    load: Callable[[str], Model], family: str, beam: int, tmp_path: Path
+    load: Callable[[str], Model], family: str, beam: int, reference: bool, tmp_path: Path
 ) -> None:
     model, path = load(family), tmp_path / "s"
     adaptation.build(path, [tiny.write_tsv(tmp_path / "s.tsv", tiny.pairs(40))], model, hold_out=0)
@@ -26,7 +27,8 @@ def test_evidence_adds_up_to_p_mix_along_the_winning_hypothesis(
     sources = model.tokenise_sources([p.source for p in tiny.pairs(6, seed=5)])
     mixing = Mixing(8, 0.1, 0.7, scaled=True)
     with datastore.open_datastore(path, model) as store:
-        hypotheses = decode(model, sources, Decoding(beam, max_new_tokens=10), store, mixing, evidence=True)
+        decoding = Decoding(beam, max_new_tokens=10, reference=reference)
+        hypotheses = decode(model, sources, decoding, store, mixing, evidence=True, batch=4)
         for source, hypothesis in zip(sources, hypotheses, strict=True):
             assert hypothesis.evidence is not None
             assert [e.token for e in hypothesis.evidence] == hypothesis.tokens

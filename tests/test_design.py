@@ -12,7 +12,7 @@ import clknn
 SOURCE = Path(clknn.__file__).parent
 # The order in which data flows; ARCHITECTURE.md describes it line by line.
 ORDER = (
-    "errors language corpus model states adapter projection index familiarity mixing tuning methods.ckmt "
+    "errors language corpus step model states adapter projection index familiarity mixing tuning methods.ckmt "
     "methods.neighbourhood methods.adaptive methods.kster methods.gate datastore decoder translator evaluation "
     "adaptation figures cli __main__"
 ).split()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from clknn import model as models
 from clknn.adapter import Adapter
 from clknn.corpus import Pair
 from clknn.datastore import Datastore
-from clknn.decoder import decode
+from clknn.decoder import decode, search
 from clknn.errors import DatastoreError
 from clknn.mixing import Mixing, Neighbours, kernel, weights
 from clknn.model import Decoding, Model, TransformersModel
@@ -33,6 +34,7 @@ Load = Callable[[str], Model]
 Stores = Callable[[str], Datastore]
 per_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 per_beam = pytest.mark.parametrize("beam", BEAMS)
+per_engine = pytest.mark.parametrize("reference", [False, True], ids=["search", "generate"])
 
 
 def vanilla_store(path: Path, rows: list[Pair], model: Model, hold_out: int = 0) -> Datastore:
@@ -102,10 +104,11 @@ def test_1_weight_0_is_the_base_models_own_generate(
     model, texts = load(family), [p.source for p in UNSEEN]
     decoding = Decoding(beam, max_new_tokens=14, longest_ratio=None, further=further)
     mixing = Mixing(4, 1.0, 0.0, scaled=False)
-    mixed = decode(model, model.tokenise_sources(texts), decoding, stores(family), mixing)
     expected = reference_generate(model, texts, decoding)
-    # A greedy row that ends early is padded by generate; both sides are cut at their end-of-sentence.
-    assert [_trimmed(h.tokens, model) for h in mixed] == [_trimmed(row, model) for row in expected]
+    for one in (decoding, replace(decoding, reference=True)):
+        mixed = decode(model, model.tokenise_sources(texts), one, stores(family), mixing)
+        # A greedy row that ends early is padded by generate; both sides are cut at their end-of-sentence.
+        assert [_trimmed(h.tokens, model) for h in mixed] == [_trimmed(row, model) for row in expected]
     assert len({tuple(row) for row in expected}) > 1, "the sources must not all translate alike"
 
 
@@ -143,11 +146,12 @@ def test_1_bans_and_penalties_hold_for_what_retrieval_wants_too(
 
 @per_family
 @per_beam
+@per_engine
 def test_2_weight_1_and_one_neighbour_reproduce_a_stored_target(
-    load: Load, stores: Stores, family: str, beam: int
+    load: Load, stores: Stores, family: str, beam: int, reference: bool
 ) -> None:
-    model = load(family)
-    translator = Translator(model, stores(family), Mixing(1, 1e-3, 1.0, scaled=False), Decoding(beam))
+    model, decoding = load(family), Decoding(beam, reference=reference)
+    translator = Translator(model, stores(family), Mixing(1, 1e-3, 1.0, scaled=False), decoding)
     translations = translator.translate([p.source for p in STORED])
     assert [t.text for t in translations] == [p.target for p in STORED]
 
@@ -190,10 +194,12 @@ def test_3_an_identity_adapter_and_full_uncentred_pca_leave_neighbours_unchanged
 
 @per_family
 @per_beam
-def test_4_a_batch_of_one_equals_a_batch_of_many(load: Load, stores: Stores, family: str, beam: int) -> None:
-    translator = Translator(
-        load(family), stores(family), Mixing(4, 5.0, 0.5, scaled=False), Decoding(beam, max_new_tokens=12)
-    )
+@per_engine
+def test_4_a_batch_of_one_equals_a_batch_of_many(
+    load: Load, stores: Stores, family: str, beam: int, reference: bool
+) -> None:
+    decoding = Decoding(beam, max_new_tokens=12, reference=reference)
+    translator = Translator(load(family), stores(family), Mixing(4, 5.0, 0.5, scaled=False), decoding)
     texts = [p.source for p in UNSEEN + STORED[:6]]
     together = [t.text for t in translator.translate(texts, batch=len(texts))]
     alone = [t.text for t in translator.translate(texts, batch=1)]
@@ -215,19 +221,21 @@ def test_4_states_do_not_depend_on_the_batch(load: Load, family: str) -> None:
 
 @per_family
 @per_beam
-def test_5_states_built_equal_states_seen_while_decoding(load: Load, family: str, beam: int) -> None:
+@per_engine
+def test_5_states_built_equal_states_seen_while_decoding(load: Load, family: str, beam: int, reference: bool) -> None:
     model = load(family)
     sources = model.tokenise_sources([p.source for p in UNSEEN])
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def watch(step: int, states: Tensor, log_p: Tensor) -> Tensor:
-        seen[step] = states, log_p
+        seen[step] = states, log_p.clone()
         return log_p
 
-    generated = model.generate(sources, Decoding(beam, max_new_tokens=12), watch)
+    generate = model.generate if reference else partial(search, model, batch=5)
+    generated = generate(sources, Decoding(beam, max_new_tokens=12), watch)
     for source, hypothesis in zip(sources, generated, strict=True):
         forced = model.force([source], [hypothesis.tokens], with_log_p=True)
-        cells = [(i, cell) for i, cell in enumerate(hypothesis.cells) if cell[0] in seen]
+        cells = [(i, cell) for i, cell in enumerate(hypothesis.cells) if cell is not None and cell[0] in seen]
         assert len(cells) >= len(hypothesis.cells) - 1  # only an end that was due is not looked up
         for i, (step, row) in cells:
             torch.testing.assert_close(seen[step][0][row], forced.states[i], atol=2e-5, rtol=2e-5)
@@ -296,7 +304,10 @@ def test_6_control_tokens_of_the_prefix_are_meant(checkpoints: Callable[[str], P
 
 @per_family
 @per_beam
-def test_6_nothing_is_retrieved_while_a_forced_token_is_due(load: Load, family: str, beam: int) -> None:
+@per_engine
+def test_6_nothing_is_retrieved_while_a_forced_token_is_due(
+    load: Load, family: str, beam: int, reference: bool
+) -> None:
     model, steps = load(family), list[int]()
     assert isinstance(model, TransformersModel)
 
@@ -304,7 +315,8 @@ def test_6_nothing_is_retrieved_while_a_forced_token_is_due(load: Load, family: 
         steps.append(step)
         return log_p
 
-    model.generate(model.tokenise_sources([UNSEEN[0].source]), Decoding(beam, max_new_tokens=6), watch)
+    generate = model.generate if reference else partial(search, model)
+    generate(model.tokenise_sources([UNSEEN[0].source]), Decoding(beam, max_new_tokens=6), watch)
     assert steps == sorted(set(steps))
     assert (0 in steps) == (not model._forced)
     if model._network.generation_config.forced_eos_token_id is not None:

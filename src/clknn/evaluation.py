@@ -18,9 +18,10 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.significance import PairedTest, Result
 
+from clknn.decoder import BATCH
 from clknn.errors import InputError
 from clknn.language import read_language
-from clknn.translator import BATCH, Translation, Translator
+from clknn.translator import Translation, Translator
 
 RESAMPLES = 1000
 

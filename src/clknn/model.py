@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,12 +31,17 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     EncoderDecoderCache,
+    FSMTForConditionalGeneration,
     FSMTTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
+    M2M100ForConditionalGeneration,
+    MarianMTModel,
+    MBartForConditionalGeneration,
     MBartTokenizer,
     StoppingCriteria,
     StoppingCriteriaList,
+    T5ForConditionalGeneration,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -44,8 +50,10 @@ from transformers.models.auto.modeling_auto import (
 
 from clknn.errors import InputError, ModelError
 from clknn.language import is_language, read_language
+from clknn.step import Decoder, Layer, Linear, Map, Rules, Steps, TransformerLanes
 
 Tokens = list[int]
+Cell = tuple[int, int]  # where a distribution over the next token was: its step and its row
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _UNLISTED = frozenset(("ns",))  # M2M100's own code for Northern Sotho, which no registry has
@@ -80,6 +88,7 @@ class Decoding:
     max_new_tokens: int = 256
     longest_ratio: float | None = 3.0
     further: dict[str, Any] = field(default_factory=dict)
+    reference: bool = False  # by transformers' own generate even where the beam search of clknn could do it
 
     def __post_init__(self) -> None:
         for name in sorted(self.further.keys() - _FURTHER):
@@ -87,13 +96,21 @@ class Decoding:
             advice = f"say {own}=" if own else f"leave it out, or choose from {', '.join(sorted(_FURTHER))}"
             raise InputError(f"further has {name!r}, an option under which hypotheses could not be read; {advice}")
 
+    def limits(self, sources: Sequence[Tokens], room: int) -> tuple[int, list[int]]:
+        """The most tokens that any hypothesis may have where the model has room for so many, and each source's most."""
+        most, ratio = min(self.max_new_tokens, room), self.longest_ratio
+        return most, [most if ratio is None else min(most, 16 + int(ratio * len(source))) for source in sources]
+
 
 @dataclass(frozen=True)
 class Generated:
-    """The best hypothesis of one source: its tokens, and the (step, row) of the distribution that gave each."""
+    """The best hypothesis of one source: its tokens, and the cell that gave each.
+
+    A token that was forced has none, or that of a step for which `mix` was not asked.
+    """
 
     tokens: Tokens
-    cells: list[tuple[int, int]]
+    cells: Sequence[Cell | None]
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,10 @@ class Model(Protocol):
     state_definition: str
     fingerprint: str
     ends: list[int]  # tokens that end a sentence, the usual one first
+
+    @property
+    def steps(self) -> Steps | str:
+        """How it takes decoding steps of its own, or the reason why it only generates."""
 
     def tokenise_sources(self, texts: Sequence[str]) -> list[Tokens]: ...
 
@@ -278,6 +299,22 @@ class TransformersModel:
             return [" " * new + piece.removesuffix("</w>") for new, piece in zip(opens, raw, strict=True)]
         return [piece.replace("▁", " ") for piece in raw]
 
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> Steps | str:
+        rules = _rules(self._network, self._start, self._forced, self.ends)
+        if isinstance(rules, str):
+            return rules
+        decoder = _decoder(self._network, self._projection, self._encode, self.longest)
+        return decoder if isinstance(decoder, str) else Steps(rules, partial(TransformerLanes, decoder))
+
+    def _encode(self, sources: list[Tokens]) -> tuple[Tensor, Tensor]:
+        """The encoder's states [B, S, D] and what of them is no padding [B, S]."""
+        source, mask = _padded(sources, self._pad, self._network.device)
+        states: Tensor = self._network.get_encoder()(input_ids=source, attention_mask=mask).last_hidden_state
+        return states, mask
+
     # -- tensors ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -310,9 +347,7 @@ class TransformersModel:
     def generate(self, sources: list[Tokens], decoding: Decoding, mix: Mix | None = None) -> list[Generated]:
         """The best hypothesis for each source; `mix` replaces p_model wherever the next token is not forced."""
         source, mask = _padded(sources, self._pad, self._network.device)
-        most = min(decoding.max_new_tokens, self.longest - 1 - len(self._forced))
-        ratio = decoding.longest_ratio
-        limits = [most if ratio is None else min(most, 16 + int(ratio * len(row))) for row in sources]
+        most, limits = decoding.limits(sources, self.longest - 1 - len(self._forced))
         options: dict[str, Any] = {
             "num_beams": decoding.beam,
             "length_penalty": decoding.length_penalty,
@@ -439,6 +474,152 @@ def _output_projection(name: str, network: Any) -> tuple[torch.nn.Linear, str]:
         f"{name} ({type(network).__name__}) has no single linear output projection, whose input would be the state; "
         "Marian, FSMT, M2M100, NLLB, mBART and T5 models are known to work"
     )
+
+
+# What a checkpoint may say of generating: what the beam search does too, or `Decoding` decides, or matters only where
+# tokens are drawn or outputs asked for.
+_SERVED = frozenset(
+    """
+    bad_words_ids bos_token_id decoder_start_token_id do_sample early_stopping eos_token_id forced_bos_token_id
+    forced_eos_token_id length_penalty max_length max_new_tokens num_beams num_return_sequences output_attentions
+    output_hidden_states output_logits output_scores pad_token_id renormalize_logits return_dict_in_generate
+    suppress_tokens temperature top_k top_p transformers_version typical_p use_cache _from_model_config
+    """.split()
+)
+# What means nothing where it has this value, or None.
+_IDLE = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "min_length": 0,
+    "encoder_repetition_penalty": 1.0, "remove_invalid_values": False, "num_beam_groups": 1, "diversity_penalty": 0.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "low_memory": False,
+}  # fmt: skip
+
+
+def _rules(network: Any, start: int, forced: Tokens, ends: list[int]) -> Rules | str:
+    """What the checkpoint's generation configuration asks for, or the option in it that only `generate` knows."""
+    config = network.generation_config
+    given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    for name, value in sorted(given.items()):
+        if name not in _SERVED and value != _IDLE.get(name):
+            return f"its generation configuration sets {name} to {value!r}"
+    words, suppressed = config.bad_words_ids or [], set(config.suppress_tokens or [])
+    end = config.forced_eos_token_id
+    if any(len(word) > 1 for word in words):
+        return "its generation configuration forbids words of several tokens"
+    if isinstance(end, list) or suppressed & {*forced, end}:
+        return "its generation configuration suppresses what it forces, or forces several ends"
+    if config.early_stopping not in (None, False, True):
+        return f"its generation configuration sets early_stopping to {config.early_stopping!r}"
+    banned = sorted({word[0] for word in words if word[0] not in ends} | suppressed)
+    return Rules(start, forced, ends, end, banned, bool(config.early_stopping), bool(config.renormalize_logits))
+
+
+def _decoder(
+    network: Any, projection: torch.nn.Linear, encode: Callable[..., tuple[Tensor, Tensor]], longest: int
+) -> Decoder | str:
+    """The network's decoder as plain tensors, or the reason why it is not known well enough."""
+    bias = getattr(network, "final_logits_bias", None)
+    output = Linear(projection.weight, projection.bias if bias is None else bias[0])
+    decoder, config = network.get_decoder(), network.config
+    if isinstance(network, T5ForConditionalGeneration):
+        own = decoder.block[0].layer[0].SelfAttention
+        # What the last query adds for each key, itself the last: turned around, by distance.
+        distances = own.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].T.flip(0)  # [T, H]
+        scale = config.d_model**-0.5 if config.scale_decoder_outputs else 1.0
+        layers = [_t5_layer(block) for block in decoder.block]
+        embedding = decoder.embed_tokens.weight
+        return Decoder(
+            encode=encode,
+            embedded=lambda tokens, _: embedding[tokens],
+            distances=distances,
+            layers=layers,
+            norm_first=True,
+            state=lambda x: decoder.final_layer_norm(x) * scale,
+            output=output,
+            heads=own.n_heads,
+        )
+    kinds = MarianMTModel, FSMTForConditionalGeneration, M2M100ForConditionalGeneration, MBartForConditionalGeneration
+    if not isinstance(network, kinds):
+        return f"the structure of {type(network).__name__} is not known"
+    return Decoder(
+        encode=encode,
+        embedded=_embedded(network, decoder),
+        distances=None,
+        layers=[_bart_layer(layer) for layer in decoder.layers],
+        norm_first=isinstance(network, M2M100ForConditionalGeneration | MBartForConditionalGeneration),
+        state=getattr(decoder, "layer_norm", lambda x: x),
+        output=output,
+        heads=config.decoder_attention_heads,
+    )
+
+
+def _embedded(network: Any, decoder: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Tokens and their positions, embedded. Each family counts positions in its own way."""
+    embedding: Tensor = decoder.embed_tokens.weight
+    pad: int = decoder.padding_idx
+    scales = [getattr(module, "embed_scale", None) for module in (decoder, decoder.embed_tokens)]
+    scale = next((float(scale) for scale in scales if scale is not None), 1.0)
+    table = getattr(decoder.embed_positions, "weights", None)  # M2M100's, which is no parameter
+    table = decoder.embed_positions.weight if table is None else table
+
+    def place(tokens: Tensor, positions: Tensor) -> Tensor:
+        if isinstance(network, MarianMTModel):
+            return positions
+        if isinstance(network, MBartForConditionalGeneration):
+            return positions + int(decoder.embed_positions.offset)
+        if isinstance(network, FSMTForConditionalGeneration):  # a padding token counts as none
+            return positions + pad + (tokens != pad)
+        return torch.where(tokens == pad, pad, positions + pad + 1)
+
+    enter: Map = getattr(decoder, "layernorm_embedding", lambda x: x)
+    return lambda tokens, positions: enter(embedding[tokens] * scale + table[place(tokens, positions)])
+
+
+def _bart_layer(layer: Any) -> Layer:
+    own, source = layer.self_attn, layer.encoder_attn
+    return Layer(
+        queries_keys_values=_fused([own.q_proj, own.k_proj, own.v_proj], own.scaling),
+        attended=_linear(own.out_proj),
+        attention_norm=layer.self_attn_layer_norm,
+        source_queries=_fused([source.q_proj], source.scaling),
+        source_keys_values=_fused([source.k_proj, source.v_proj]),
+        source_attended=_linear(source.out_proj),
+        source_norm=layer.encoder_attn_layer_norm,
+        feed=_feed(layer.fc1, layer.activation_fn, layer.fc2),
+        feed_norm=layer.final_layer_norm,
+    )
+
+
+def _t5_layer(block: Any) -> Layer:
+    own, source, feed = block.layer[0].SelfAttention, block.layer[1].EncDecAttention, block.layer[2].DenseReluDense
+    return Layer(
+        queries_keys_values=_fused([own.q, own.k, own.v]),
+        attended=_linear(own.o),
+        attention_norm=block.layer[0].layer_norm,
+        source_queries=_fused([source.q]),
+        source_keys_values=_fused([source.k, source.v]),
+        source_attended=_linear(source.o),
+        source_norm=block.layer[1].layer_norm,
+        feed=feed,
+        feed_norm=block.layer[2].layer_norm,
+    )
+
+
+def _linear(module: Any) -> Linear:
+    return Linear(module.weight, module.bias)
+
+
+def _fused(modules: list[Any], first_scale: float = 1.0) -> Linear:
+    """One matrix of several, the first scaled."""
+    scales = [first_scale] + [1.0] * (len(modules) - 1)
+    pairs = list(zip(modules, scales, strict=True))
+    weight = torch.cat([module.weight.detach() * scale for module, scale in pairs])
+    lacks = modules[0].bias is None
+    return Linear(weight, None if lacks else torch.cat([module.bias.detach() * scale for module, scale in pairs]))
+
+
+def _feed(up: Any, activation: Map, down: Any) -> Map:
+    first, second = _linear(up), _linear(down)
+    return lambda x: second(activation(first(x)))
 
 
 def _longest(config: Any, tokenizer: Any) -> int:

@@ -16,12 +16,10 @@ from pathlib import Path
 from clknn import model as models
 from clknn.corpus import Pair
 from clknn.datastore import Datastore, check_model, open_datastore, read_manifest
-from clknn.decoder import Evidence, Hypothesis, decode
+from clknn.decoder import BATCH, Evidence, Hypothesis, decode
 from clknn.errors import InputError
 from clknn.mixing import Combiner, Mixing
 from clknn.model import Decoding, Model
-
-BATCH = 32
 
 
 class TooLongError(InputError):
@@ -146,14 +144,12 @@ class Translator:
             familiar = self.datastore.familiar(sources)
         for own in (True, False):
             mine = [i for i in order if familiar[i] is own]
-            for start in range(0, len(mine), batch):
-                rows = mine[start : start + batch]
-                hypotheses = decode(
-                    self.model, [sources[i] for i in rows], self.decoding,
-                    self.datastore, combiner if own else None, evidence, self.end_penalty,
-                )  # fmt: skip
-                for i, hypothesis in zip(rows, hypotheses, strict=True):
-                    done[i] = self._translation(texts[i], hypothesis, own)
+            hypotheses = decode(
+                self.model, [sources[i] for i in mine], self.decoding,
+                self.datastore, combiner if own else None, evidence, batch, self.end_penalty,
+            )  # fmt: skip
+            for i, hypothesis in zip(mine, hypotheses, strict=True):
+                done[i] = self._translation(texts[i], hypothesis, own)
         return [done[i] for i in range(len(texts))]
 
     def _translation(self, source: str, hypothesis: Hypothesis, familiar: bool) -> Translation:

@@ -1,0 +1,216 @@
+"""One step of a decoder for many sentences at once: the tokens chosen last in, states and logits out.
+
+`Lanes` is what the beam search sees: sentences join, advance by a token in each of their W hypotheses, and leave.
+`TransformerLanes` does it for the transformers of translation (self-attention, attention to the source, feed-forward)
+on plain tensors that the model hands over as a `Decoder`. It hides the cache: what W hypotheses of a sentence have
+produced stays where it was written, all side by side, and each attends through a mask to its own ancestry, so that
+choosing among hypotheses moves W x T bits and no keys or values. The trade-off: attention is computed for the slots of
+the other hypotheses too, 3% of a step's arithmetic for a beam of 5 and 20 tokens (a 10M-parameter model).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Map = Callable[[Tensor], Tensor]
+
+
+class Lanes(Protocol):
+    """Sentences in decoding, one lane each, with W hypotheses in each lane; row l * W + w is hypothesis w of lane l."""
+
+    def join(self, sources: list[list[int]]) -> None:
+        """Puts new sentences behind the last lane. All their hypotheses are empty."""
+
+    def leave(self, lane: int) -> None:
+        """Frees a lane; the last one takes its place."""
+
+    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Appends tokens [L, W] to the hypotheses numbered parents [L, W] of the same lane; the states after it [R, D].
+
+        The first token of a sentence is the decoder's start.
+        """
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, V] float32."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the checkpoint says of generating, whatever the options."""
+
+    start: int
+    forced: list[int]  # what each hypothesis begins with: a language, or nothing
+    ends: list[int]
+    forced_end: int | None  # what a hypothesis of the greatest length ends with
+    banned: list[int]
+    early_stopping: bool  # whether W finished hypotheses are enough, whatever the others promise
+    renormalised: bool  # whether what is left after the bans sums to one
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a model takes steps of its own: `lanes` makes empty lanes of so many hypotheses each."""
+
+    rules: Rules
+    lanes: Callable[[int], Lanes]
+
+
+@dataclass(frozen=True)
+class Linear:
+    weight: Tensor  # [out, in]
+    bias: Tensor | None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer; H heads of E each."""
+
+    queries_keys_values: Linear  # D -> 3HE, queries already scaled
+    attended: Linear  # HE -> D
+    attention_norm: Map
+    source_queries: Linear  # D -> HE, already scaled
+    source_keys_values: Linear  # D of the encoder -> 2HE
+    source_attended: Linear  # HE -> D
+    source_norm: Map
+    feed: Map
+    feed_norm: Map
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A transformer's decoder, and its encoder as a function."""
+
+    encode: Callable[[list[list[int]]], tuple[Tensor, Tensor]]  # sources -> states [B, S, D], mask [B, S]
+    embedded: Callable[[Tensor, Tensor], Tensor]  # tokens [R], their positions [R] -> [R, D]
+    distances: Tensor | None  # [T, H] added to attention by how far back it looks; absent where positions are embedded
+    layers: list[Layer]
+    norm_first: bool  # x + f(norm(x)), else norm(x + f(x))
+    state: Map  # what is left to do before the output projection
+    output: Linear  # D -> V
+    heads: int
+
+
+class TransformerLanes:
+    """The lanes of a transformer. Tensors have room for more lanes, tokens and source positions than are in use."""
+
+    def __init__(self, decoder: Decoder, beam: int) -> None:
+        self._decoder, self._beam = decoder, beam
+        self._ages: list[int] = []  # tokens produced in each lane
+        self._lengths: list[int] = []  # source tokens of each lane
+        like = decoder.output.weight
+        e = decoder.layers[0].source_queries.weight.shape[0] // decoder.heads
+        of_layers = len(decoder.layers), 2
+        self._cache = like.new_zeros(*of_layers, 0, decoder.heads, 0, e)  # [layers, 2, L, H, T*W, E] keys, values
+        self._source = like.new_zeros(*of_layers, 0, decoder.heads, 0, e)  # [layers, 2, L, H, S, E]
+        self._source_mask = like.new_zeros(0, 1, 1, 0)  # [L, 1, 1, S] 0, or minus infinity on padding
+        self._ancestry = like.new_zeros(0, beam, 0, dtype=torch.bool)  # [L, W, T*W] which slots a hypothesis is made of
+
+    def join(self, sources: list[list[int]]) -> None:
+        decoder, old = self._decoder, len(self._ages)
+        states, mask = decoder.encode(sources)  # [B, S, D], [B, S]
+        self._ages += [0] * len(sources)
+        self._lengths += [len(source) for source in sources]
+        n, s = len(self._ages), mask.shape[1]
+        self._cache = _with_room(self._cache, {2: n})
+        self._ancestry = _with_room(self._ancestry, {0: n})
+        self._source = _with_room(self._source, {2: n, 4: s})
+        self._source_mask = _with_room(self._source_mask, {0: n, 3: s})
+        self._ancestry[old:n] = False
+        self._source_mask[old:n] = -math.inf
+        self._source_mask[old:n, 0, 0, :s].masked_fill_(mask.bool(), 0.0)
+        for layer, source in zip(decoder.layers, self._source, strict=True):
+            made = layer.source_keys_values(states).view(*mask.shape, 2, decoder.heads, -1)  # [B, S, 2, H, E]
+            source[:, old:n, :, :s] = made.permute(2, 0, 3, 1, 4)
+
+    def leave(self, lane: int) -> None:
+        last = len(self._ages) - 1
+        if lane != last:
+            used = self._ages[last] * self._beam
+            self._cache[:, :, lane, :, :used] = self._cache[:, :, last, :, :used]
+            self._source[:, :, lane] = self._source[:, :, last]
+            self._source_mask[lane] = self._source_mask[last]
+            self._ancestry[lane] = self._ancestry[last]
+            self._ages[lane], self._lengths[lane] = self._ages[last], self._lengths[last]
+        self._ages.pop()
+        self._lengths.pop()
+
+    def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        decoder, (n, w) = self._decoder, tokens.shape
+        tokens, parents = tokens.to(self._cache.device), parents.to(self._cache.device)
+        used = (max(self._ages) + 1) * w
+        self._cache = _with_room(self._cache, {4: used})
+        self._ancestry = _with_room(self._ancestry, {2: used})
+        age = torch.tensor(self._ages, device=tokens.device)[:, None]  # [L, 1]
+        lane = torch.arange(n, device=tokens.device)[:, None]  # [L, 1]
+        place = torch.arange(w, device=tokens.device)  # [W]
+        slots = age * w + place  # [L, W] where this step is written
+        ancestry = self._ancestry[:n, :, :used][lane, parents]  # [L, W, T*W]
+        ancestry[lane, place, slots] = True
+        self._ancestry[:n, :, :used] = ancestry
+        mask = self._mask(ancestry, age)  # [L, 1 or H, W, T*W]
+        lengths = max(self._lengths)
+        source_mask = self._source_mask[:n, ..., :lengths]  # [L, 1, 1, S]
+        x = decoder.embedded(tokens.flatten(), age.expand(n, w).flatten())  # [R, D]
+
+        for layer, cache, source in zip(decoder.layers, self._cache, self._source, strict=True):
+            y = self._before(layer.attention_norm, x)
+            made = layer.queries_keys_values(y).view(n, w, 3, decoder.heads, -1)  # [L, W, 3, H, E]
+            cache[:, lane, :, slots] = made[:, :, 1:]
+            keys, values = cache[:, :n, :, :used]  # [L, H, T*W, E]
+            x = self._after(layer.attention_norm, x + layer.attended(_attention(made[:, :, 0], keys, values, mask)))
+            y = self._before(layer.source_norm, x)
+            queries = layer.source_queries(y).view(n, w, decoder.heads, -1)  # [L, W, H, E]
+            keys, values = source[:, :n, :, :lengths]  # [L, H, S, E]
+            attended = _attention(queries, keys, values, source_mask)
+            x = self._after(layer.source_norm, x + layer.source_attended(attended))
+            x = self._after(layer.feed_norm, x + layer.feed(self._before(layer.feed_norm, x)))
+
+        self._ages = [one + 1 for one in self._ages]
+        return decoder.state(x)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._decoder.output(states).float()
+
+    def _before(self, norm: Map, x: Tensor) -> Tensor:
+        return norm(x) if self._decoder.norm_first else x
+
+    def _after(self, norm: Map, x: Tensor) -> Tensor:
+        return x if self._decoder.norm_first else norm(x)
+
+    def _mask(self, ancestry: Tensor, age: Tensor) -> Tensor:
+        """What is added to attention: nothing, or what the distance says, and minus infinity on others' slots."""
+        if self._decoder.distances is None:
+            return torch.zeros_like(ancestry, dtype=self._cache.dtype).masked_fill_(~ancestry, -math.inf)[:, None]
+        back = age - torch.arange(ancestry.shape[2], device=age.device) // self._beam  # [L, T*W]
+        added = self._decoder.distances[back.clamp(min=0)].transpose(1, 2)  # [L, H, T*W]
+        return added[:, :, None].masked_fill(~ancestry[:, None], -math.inf)
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Of queries [L, W, H, E] to keys and values [L, H, n, E]: [R, HE]."""
+    near = queries.transpose(1, 2) @ keys.transpose(2, 3)  # [L, H, W, n]
+    share = torch.softmax(near.add_(mask), -1)
+    return (share @ values).transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _with_room(tensor: Tensor, wanted: dict[int, int]) -> Tensor:
+    """The tensor, or one with room for so many in these dimensions: twice as many, where it has to be copied."""
+    if all(tensor.shape[dimension] >= least for dimension, least in wanted.items()):
+        return tensor
+    shape = list(tensor.shape)
+    for dimension, least in wanted.items():
+        if shape[dimension] < least:
+            shape[dimension] = max(least, 2 * shape[dimension])
+    larger = tensor.new_zeros(shape)  # not empty: what is masked is multiplied by 0 and must be finite
+    larger[tuple(slice(n) for n in tensor.shape)] = tensor
+    return larger
