@@ -19,6 +19,7 @@ import time
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -45,9 +46,9 @@ BASELINES = "kNN-MT", "Adaptive kNN-MT", "KSTER", "CLKNN", "CLKNN+w*", "CKMT"  #
 
 
 # What a configuration can say, table by table.
-KNOWN = "model source target beam length_penalty systems adapter ckmt sets general".split()
+KNOWN = "model source target beam length_penalty systems adapter ckmt sets general everyday".split()
 KNOWN_OF_SET = "train dev test pairs test_pairs".split()
-KNOWN_OF_GENERAL = "files pairs".split()
+KNOWN_OF_GENERAL = "files skip pairs".split()
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class System:
     name: str
     method: Method
     elsewhere: bool = False  # the adapter is trained on the states of another set
+    guarded: bool = False  # the configuration's everyday text teaches it which sources to leave to the base model
 
     def in_common(self, other: System) -> int:
         """How much of `other`'s way to its keys is this one's too: nothing, the adapter, or all of it."""
@@ -77,8 +79,12 @@ def systems(config: dict[str, Any]) -> list[System]:
         System("CLKNN+w*", clknn),
         System("CLKNN, meta-k", replace(clknn, tuner=MetaKTuner())),
         System("CLKNN, gate", replace(clknn, tuner=GATED.tuner)),
+        System("CLKNN+w*, guarded", clknn, guarded=True),
+        System("CLKNN+w*, end penalty", replace(clknn, ending=True)),
         System("refined, fixed", replace(clknn, refined=GATED.refined, tuner=fixed)),
-        System("gated", replace(GATED, adapter=contrast)),
+        System("refined, gate", replace(GATED, adapter=contrast, ending=False)),
+        System("gated", replace(GATED, adapter=contrast), guarded=True),
+        System("kNN-MT, end penalty", replace(KNN_MT, ending=True)),
         System("CKMT", replace(CKMT_ADAPTIVE, adapter=ckmt)),
         System("CLKNN+w*, other domain", clknn, elsewhere=True),
     ]
@@ -101,7 +107,8 @@ def refuse_strangers(config: dict[str, Any]) -> None:
     known = {"": (config, KNOWN)}
     known |= {name: (config.get(name, {}), [f.name for f in fields(of)]) for name, of in options.items()}
     known |= {f"sets.{name}": (one, KNOWN_OF_SET) for name, one in config["sets"].items()}
-    known |= {f"general.{name}": (one, KNOWN_OF_GENERAL) for name, one in config.get("general", {}).items()}
+    for table in ("general", "everyday"):
+        known |= {f"{table}.{name}": (one, KNOWN_OF_GENERAL) for name, one in config.get(table, {}).items()}
     for place, (said, may) in known.items():
         if strangers := sorted(set(said) - set(may)):
             where = f"[{place}]" if place else "a configuration"
@@ -155,6 +162,12 @@ def write_results(file: Path, record: dict[str, Any]) -> None:
     new.rename(file)
 
 
+def write_tsv(file: Path, pairs: list[Pair]) -> None:
+    rows = "".join(f"{pair.source}\t{pair.target}\n" for pair in pairs)
+    file.with_suffix(".new").write_text(rows, encoding="utf8")
+    file.with_suffix(".new").rename(file)
+
+
 def link(store: Path, copy: Path) -> None:
     """Makes a datastore that begins as `store` is and goes its own way, in no space: the files are shared.
 
@@ -180,6 +193,7 @@ class Text(NamedTuple):
 
     place: str
     files: list[str]
+    skip: int
     most: int | None
 
 
@@ -214,12 +228,11 @@ class Bench:
     def _files(self, names: list[str]) -> list[Path]:
         return [self.data / name for name in names]
 
-    def pairs(self, names: list[str], most: int | None) -> list[Pair]:
-        """Segments to translate, the first of each file."""
+    def pairs(self, names: list[str], skip: int, most: int | None) -> list[Pair]:
+        """Segments to translate, the first of each file behind those to skip."""
         read = read_pairs(self._files(names), self.config["source"], self.config["target"], Tally())
-        return adaptation.fitting(
-            self.model, [pair for pair, _ in zip(read, range(most or 10**9), strict=False)], Tally()
-        )
+        some = list(islice(read, skip, None if most is None else skip + most))
+        return adaptation.fitting(self.model, some, Tally())
 
     def refuse_another_configuration(self) -> None:
         """What one table is made of was made in one way."""
@@ -275,9 +288,7 @@ class Bench:
         if not part.exists():
             read = list(read_pairs(files, self.config["source"], self.config["target"], Tally()))
             chosen = np.sort(np.random.default_rng(0).permutation(len(read))[:most])
-            rows = "".join(f"{read[i].source}\t{read[i].target}\n" for i in chosen)
-            part.with_suffix(".new").write_text(rows, encoding="utf8")
-            part.with_suffix(".new").rename(part)
+            write_tsv(part, [read[i] for i in chosen])
         return part
 
     # -- cells ------------------------------------------------------------------------------------------------------
@@ -294,15 +305,17 @@ class Bench:
             self.build(self._other(set_name))
             elsewhere = self.store(self._other(set_name))
         adaptation.represent(path, self.model, system.method, say, elsewhere, self.forced(set_name).dev)
-        manifest = adaptation.tune(path, self.model, system.method.tuner, say)
+        everyday = [self.everyday()] if system.guarded and self.config.get("everyday") else []
+        manifest = adaptation.tune(path, self.model, system.method.tuner, say, everyday, system.method.ending)
         with datastore.open_datastore(path, self.model) as store:
-            translator = Translator(self.model, store, store.combiner, self.decoding)
+            translator = Translator(self.model, store, store.combiner, self.decoding, manifest.end_penalty)
             record = self.translated(translator, self.texts(set_name))
             record |= self.accuracies(translator, set_name)
         if isinstance(system.method.adapter, AdapterSettings):
             record["centre seconds"] = self._centre_seconds(path)
         record |= {
             "mixing": None if manifest.mixing is None else asdict(manifest.mixing),
+            "end penalty": manifest.end_penalty,
             "options": {stage: manifest.options.get(stage) for stage in ("train", "project", "tune")},
             "measured": {stage: manifest.measured.get(stage) for stage in ("train", "project", "tune")},
         }
@@ -341,8 +354,8 @@ class Bench:
 
     def translated(self, translator: Translator, texts: list[Text]) -> dict[str, Any]:
         record: dict[str, Any] = {}
-        for place, files, most in texts:
-            pairs = self.pairs(files, most)
+        for place, *which in texts:
+            pairs = self.pairs(*which)
             started = time.perf_counter()
             texts = [t.text for t in translator.translate([p.source for p in pairs])]
             record[place] = {"seconds": round(time.perf_counter() - started, 1), "texts": texts}
@@ -353,9 +366,19 @@ class Bench:
         """What a set's systems translate: its test pairs, and all general text."""
         one = self.config["sets"][set_name]
         general = self.config.get("general", {})
-        return [Text("test", one["test"], one.get("test_pairs"))] + [
-            Text(f"general {name}", files["files"], files.get("pairs")) for name, files in general.items()
+        return [Text("test", one["test"], 0, one.get("test_pairs"))] + [
+            Text(f"general {name}", each["files"], each.get("skip", 0), each.get("pairs"))
+            for name, each in general.items()
         ]
+
+    def everyday(self) -> Path:
+        """The text that guarded systems learn other text from, none of it translated for the table; as one TSV."""
+        part = self.work / "everyday.tsv"
+        if not part.exists():
+            asked = self.config["everyday"].values()
+            pairs = [p for each in asked for p in self.pairs(each["files"], each.get("skip", 0), each.get("pairs"))]
+            write_tsv(part, pairs)
+        return part
 
     def accuracies(self, translator: Translator, set_name: str) -> dict[str, Any]:
         """Retrieval accuracy@k for the test pairs: from the memory, and from the dev pairs as the paper has it."""
@@ -416,8 +439,8 @@ class Bench:
             if differing := {key: said for key, said in cell["signature"].items() if said != signature[key]}:
                 rows[name]["signature"] = differing
         overlap, signatures = {}, {}
-        for place, files, most in texts:
-            pairs = self.pairs(files, most)
+        for place, *which in texts:
+            pairs = self.pairs(*which)
             references = [p.target for p in pairs]
             said = {name: cell[place]["texts"] for name, cell in cells.items()}
             against_reference = self._against(REFERENCE, said, references)
