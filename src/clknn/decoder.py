@@ -102,12 +102,13 @@ def search(
 ) -> list[Generated]:
     """The best hypothesis of each source, as transformers' beam search (a beam of 1: its greedy search) defines it.
 
-    At most `batch` sources are in decoding at a time, the longest first; those that are done make room for others.
+    At most `batch` sources are in decoding at a time, the shortest first; those that are done make room for others.
+    Attention is computed for the longest of them: longest first, one outlier took half as long again (IT test set).
     """
     assert isinstance(model.steps, Steps)
     rules, lanes, beam = model.steps.rules, model.steps.lanes(decoding.beam), decoding.beam
     most, limits = decoding.limits(sources, model.longest - 1 - len(rules.forced))
-    waiting = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
+    waiting = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     found: dict[int, Generated] = {}
     live: list[_Sentence] = []
     tick = 0

@@ -535,6 +535,7 @@ def _decoder(
             state=lambda x: decoder.final_layer_norm(x) * scale,
             output=output,
             heads=own.n_heads,
+            like=embedding,
         )
     kinds = MarianMTModel, FSMTForConditionalGeneration, M2M100ForConditionalGeneration, MBartForConditionalGeneration
     if not isinstance(network, kinds):
@@ -548,6 +549,7 @@ def _decoder(
         state=getattr(decoder, "layer_norm", lambda x: x),
         output=output,
         heads=config.decoder_attention_heads,
+        like=decoder.embed_tokens.weight,
     )
 
 
@@ -598,7 +600,7 @@ def _t5_layer(block: Any) -> Layer:
         source_keys_values=_fused([source.k, source.v]),
         source_attended=_linear(source.o),
         source_norm=block.layer[1].layer_norm,
-        feed=feed,
+        feed=_gated(feed) if hasattr(feed, "wi_0") else _feed(feed.wi, feed.act, feed.wo),
         feed_norm=block.layer[2].layer_norm,
     )
 
@@ -618,7 +620,12 @@ def _fused(modules: list[Any], first_scale: float = 1.0) -> Linear:
 
 def _feed(up: Any, activation: Map, down: Any) -> Map:
     first, second = _linear(up), _linear(down)
-    return lambda x: second(activation(first(x)))
+    return lambda x: second(activation(first(x)).to(down.weight.dtype))  # T5 keeps this one in float32
+
+
+def _gated(feed: Any) -> Map:
+    gate, up, down = _linear(feed.wi_0), _linear(feed.wi_1), _linear(feed.wo)
+    return lambda x: down((feed.act(gate(x)) * up(x)).to(feed.wo.weight.dtype))
 
 
 def _longest(config: Any, tokenizer: Any) -> int:
