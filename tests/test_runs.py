@@ -106,9 +106,11 @@ def test_every_configuration_names_systems_that_there_are(reproduce: ModuleType,
     assert reproduce.systems(config)[0].name == reproduce.REFERENCE
 
 
-@pytest.mark.parametrize("program", ["force_decoding", "training"])
-def test_a_benchmark_prints_one_record_last(program: str, tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), "--pairs", "48"]
+@pytest.mark.parametrize(
+    ("program", "size"), [("force_decoding", ["--pairs", "48"]), ("training", ["--pairs", "48"]), ("decode", ["--toy"])]
+)
+def test_a_benchmark_prints_one_record_last(program: str, size: list[str], tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), *size]
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     record = json.loads(ran.stdout.splitlines()[-1])
     assert set(record) == {"measured", "signature"}

@@ -1,10 +1,11 @@
 """Decoding with a mix at each step: tokenised sources in, hypotheses with their evidence out.
 
-The model generates; at each step its states become queries, their neighbours become p_knn, and p_mix takes the place
-of p_model. The neighbours seen at each (step, row) are kept while decoding where evidence is wanted, and those of the
-winning hypothesis are found again through its cells; what p_model gave its tokens is asked of the model once more: a
-teacher-forced pass, where keeping it would take R x V numbers a step. The trade-off: retrieval answers for every
-row of the beam, finished ones included, because `generate` keeps them; evidence costs K numbers for each of these.
+At each step states become queries, their neighbours become p_knn, and p_mix takes the place of p_model. `search` is
+the beam search, token for token that of transformers' `generate`, which does what it cannot (`why_reference`). The
+neighbours seen in each cell, a step's row, are kept while decoding where evidence is wanted, and those of the winning
+hypothesis are found again through its cells; what p_model gave its tokens is asked of the model once more: a
+teacher-forced pass, where keeping it would take R x V numbers a step. The trade-off: sources join and leave while
+others are in decoding, so that one long sentence does not hold up a batch, but evidence is had a batch at a time.
 """
 
 from __future__ import annotations

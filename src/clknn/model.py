@@ -4,8 +4,9 @@ In goes the path or name of a pretrained encoder-decoder checkpoint and a langua
 is all that the rest of clknn knows of neural networks: token ids in, states and log-probabilities out. It hides the
 families (Marian, FSMT, M2M100 and NLLB, mBART, T5), their language tokens and their padding, and the one capture
 point of the **state**: whatever enters the module that projects onto the vocabulary, so that building a datastore
-and decoding with it cannot disagree. Nothing else imports transformers. The trade-off: generation rides on
-transformers' own `generate`, which keeps every option's meaning and costs speed on small models.
+and decoding with it cannot disagree. Nothing else imports transformers. It generates in two ways: by transformers' own
+`generate`, which keeps every option's meaning, and, for the networks whose structure is known, by the `Steps` that a
+beam search takes. The trade-off: the decoder's matrices are there twice, once in each layout.
 """
 
 from __future__ import annotations
