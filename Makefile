@@ -30,6 +30,7 @@ docs: setup  ## write anew what documents quote: --help and results
 
 bench: setup  ## the numbers of the README, on this machine
 	$(BIN)/python bench/force_decoding.py
+	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/training.py
 
 clean:

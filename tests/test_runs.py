@@ -352,9 +352,11 @@ def test_the_systems_of_a_run_are_timed_in_turns(reproduce: ModuleType, desk: Pa
     assert "b has no finished kNN-MT" in refused.stderr
 
 
-@pytest.mark.parametrize("program", ["force_decoding", "training"])
-def test_a_benchmark_prints_one_record_last(program: str, tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), "--pairs", "48"]
+@pytest.mark.parametrize(
+    ("program", "size"), [("force_decoding", ["--pairs", "48"]), ("training", ["--pairs", "48"]), ("decode", ["--toy"])]
+)
+def test_a_benchmark_prints_one_record_last(program: str, size: list[str], tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), *size]
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
     record = json.loads(ran.stdout.splitlines()[-1])
     assert set(record) == {"measured", "signature"}

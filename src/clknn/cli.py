@@ -128,6 +128,7 @@ LongestRatio = Annotated[
     float,
     typer.Option(min=0, help="Longest translation, in tokens for each of its source's, and 16 more; 0: no such limit."),
 ]
+Reference = Annotated[bool, typer.Option("--reference", help="Decode by transformers' generate, which is slower.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sentences decoded together.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -334,6 +335,7 @@ def translate(
     length_penalty: LengthPenalty = 1.0,
     max_new_tokens: MaxNewTokens = 256,
     longest_ratio: LongestRatio = 3.0,
+    reference: Reference = False,
     batch: Batch = 32,
     evidence: Annotated[bool, typer.Option("--evidence", help="Write JSON lines with each word's evidence.")] = False,
     guarded: Annotated[bool, typer.Option(help="Leave sources unlike the memory's to the base model.")] = True,
@@ -349,7 +351,7 @@ def translate(
     from clknn.model import Decoding
     from clknn.translator import TooLongError
 
-    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
+    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None, reference=reference)
     translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
     translator = replace(translator, guarded=guarded)
 
@@ -389,6 +391,7 @@ def evaluate(
     length_penalty: LengthPenalty = 1.0,
     max_new_tokens: MaxNewTokens = 256,
     longest_ratio: LongestRatio = 3.0,
+    reference: Reference = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     as_json: Json = False,
@@ -398,7 +401,7 @@ def evaluate(
     from clknn.corpus import Tally, read_pairs
     from clknn.model import Decoding
 
-    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None)
+    decoding = Decoding(beam, length_penalty, max_new_tokens, longest_ratio or None, reference=reference)
     with Bars() as report:
         translator = _translator(store, model, decoding, device, dtype).with_mixing(k, temperature, weight)
         opened = translator.datastore
@@ -564,7 +567,10 @@ def _translator(store: Path, name: str | None, decoding: Decoding, device: str, 
     from clknn.translator import Translator
 
     datastore.read_manifest(store)
-    return Translator.open(store, _model_of(store, name, device, dtype), decoding=decoding)
+    translator = Translator.open(store, _model_of(store, name, device, dtype), decoding=decoding)
+    if translator.why_reference is not None and not decoding.reference:
+        err.print(f"{store}: decodes by transformers' generate, which is slower: {translator.why_reference}")
+    return translator
 
 
 def _method(system: System, combiner: Combining | None, steps: int | None, seed: int) -> Method:

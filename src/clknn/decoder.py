@@ -1,10 +1,11 @@
 """Decoding with a mix at each step: tokenised sources in, hypotheses with their evidence out.
 
-The model generates; at each step its states become queries, their neighbours become p_knn, and p_mix takes the place
-of p_model. The neighbours seen at each (step, row) are kept while decoding where evidence is wanted, and those of the
-winning hypothesis are found again through its cells; what p_model gave its tokens is asked of the model once more: a
-teacher-forced pass, where keeping it would take R x V numbers a step. The trade-off: retrieval answers for every
-row of the beam, finished ones included, because `generate` keeps them; evidence costs K numbers for each of these.
+At each step states become queries, their neighbours become p_knn, and p_mix takes the place of p_model. `search` is
+the beam search, token for token that of transformers' `generate`, which does what it cannot (`why_reference`). The
+neighbours seen in each cell, a step's row, are kept while decoding where evidence is wanted, and those of the winning
+hypothesis are found again through its cells; what p_model gave its tokens is asked of the model once more: a
+teacher-forced pass, where keeping it would take R x V numbers a step. The trade-off: sources join and leave while
+others are in decoding, so that one long sentence does not hold up a batch, but evidence is had a batch at a time.
 """
 
 from __future__ import annotations
@@ -104,12 +105,13 @@ def search(
 ) -> list[Generated]:
     """The best hypothesis of each source, as transformers' beam search (a beam of 1: its greedy search) defines it.
 
-    At most `batch` sources are in decoding at a time, the longest first; those that are done make room for others.
+    At most `batch` sources are in decoding at a time, the shortest first; those that are done make room for others.
+    Attention is computed for the longest of them: longest first, one outlier took half as long again (IT test set).
     """
     assert isinstance(model.steps, Steps)
     rules, lanes, beam = model.steps.rules, model.steps.lanes(decoding.beam), decoding.beam
     most, limits = decoding.limits(sources, model.longest - 1 - len(rules.forced))
-    waiting = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
+    waiting = sorted(range(len(sources)), key=lambda i: len(sources[i]))
     found: dict[int, Generated] = {}
     live: list[_Sentence] = []
     tick = 0

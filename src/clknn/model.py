@@ -4,8 +4,9 @@ In goes the path or name of a pretrained encoder-decoder checkpoint and a langua
 is all that the rest of clknn knows of neural networks: token ids in, states and log-probabilities out. It hides the
 families (Marian, FSMT, M2M100 and NLLB, mBART, T5), their language tokens and their padding, and the one capture
 point of the **state**: whatever enters the module that projects onto the vocabulary, so that building a datastore
-and decoding with it cannot disagree. Nothing else imports transformers. The trade-off: generation rides on
-transformers' own `generate`, which keeps every option's meaning and costs speed on small models.
+and decoding with it cannot disagree. Nothing else imports transformers. It generates in two ways: by transformers' own
+`generate`, which keeps every option's meaning, and, for the networks whose structure is known, by the `Steps` that a
+beam search takes. The trade-off: the decoder's matrices are there twice, once in each layout.
 """
 
 from __future__ import annotations
@@ -536,6 +537,7 @@ def _decoder(
             state=lambda x: decoder.final_layer_norm(x) * scale,
             output=output,
             heads=own.n_heads,
+            like=embedding,
         )
     kinds = MarianMTModel, FSMTForConditionalGeneration, M2M100ForConditionalGeneration, MBartForConditionalGeneration
     if not isinstance(network, kinds):
@@ -549,6 +551,7 @@ def _decoder(
         state=getattr(decoder, "layer_norm", lambda x: x),
         output=output,
         heads=config.decoder_attention_heads,
+        like=decoder.embed_tokens.weight,
     )
 
 
@@ -599,7 +602,7 @@ def _t5_layer(block: Any) -> Layer:
         source_keys_values=_fused([source.k, source.v]),
         source_attended=_linear(source.o),
         source_norm=block.layer[1].layer_norm,
-        feed=feed,
+        feed=_gated(feed) if hasattr(feed, "wi_0") else _feed(feed.wi, feed.act, feed.wo),
         feed_norm=block.layer[2].layer_norm,
     )
 
@@ -619,7 +622,12 @@ def _fused(modules: list[Any], first_scale: float = 1.0) -> Linear:
 
 def _feed(up: Any, activation: Map, down: Any) -> Map:
     first, second = _linear(up), _linear(down)
-    return lambda x: second(activation(first(x)))
+    return lambda x: second(activation(first(x)).to(down.weight.dtype))  # T5 keeps this one in float32
+
+
+def _gated(feed: Any) -> Map:
+    gate, up, down = _linear(feed.wi_0), _linear(feed.wi_1), _linear(feed.wo)
+    return lambda x: down((feed.act(gate(x)) * up(x)).to(feed.wo.weight.dtype))
 
 
 def _longest(config: Any, tokenizer: Any) -> int:

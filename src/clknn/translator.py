@@ -16,7 +16,7 @@ from pathlib import Path
 from clknn import model as models
 from clknn.corpus import Pair
 from clknn.datastore import Datastore, check_model, open_datastore, read_manifest
-from clknn.decoder import BATCH, Evidence, Hypothesis, decode
+from clknn.decoder import BATCH, Evidence, Hypothesis, decode, why_reference
 from clknn.errors import InputError
 from clknn.mixing import Combiner, Mixing
 from clknn.model import Decoding, Model
@@ -97,6 +97,11 @@ class Translator:
     def base(self) -> Translator:
         """The same without the datastore."""
         return Translator(self.model, decoding=self.decoding)
+
+    @property
+    def why_reference(self) -> str | None:
+        """Why the model's own `generate` decodes, which is slower; None where the beam search of clknn does."""
+        return why_reference(self.model, self.decoding)
 
     def with_mixing(
         self, k: int | None = None, temperature: float | None = None, weight: float | None = None
