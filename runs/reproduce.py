@@ -42,8 +42,12 @@ from clknn.tuning import Grid
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = "kNN-MT"  # what every other system is compared with
-BASELINES = "kNN-MT", "Adaptive kNN-MT", "KSTER", "CLKNN", "CLKNN+w*", "CKMT"  # as published, trained on the set itself
-
+OTHER_DOMAIN = "CLKNN+w*, other domain"
+PUBLISHED = REFERENCE, "Adaptive kNN-MT", "KSTER", "CKMT", "CLKNN", "CLKNN+w*", OTHER_DOMAIN
+# The same with what ours has of decoding, so that it can be told what keys and combiner are worth by themselves.
+PENALISED = tuple(f"{name}, end penalty" for name in (REFERENCE, "CLKNN", "CLKNN+w*"))
+RIVALS = {"published": PUBLISHED, "with an end penalty": PENALISED}
+LIKE_ENOUGH = 0.05  # share of held-out pairs with a side in another set's memory, which "Yes." and "OK" may be
 
 # What a configuration can say, table by table.
 KNOWN = "model source target beam length_penalty systems adapter ckmt sets general everyday".split()
@@ -57,6 +61,12 @@ class System:
     method: Method
     elsewhere: bool = False  # the adapter is trained on the states of another set
     guarded: bool = False  # the configuration's everyday text teaches it which sources to leave to the base model
+
+    @property
+    def digest(self) -> str:
+        """What it is, all options included: a name alone would let a cell outlive what it stands for."""
+        said = json.dumps([asdict(self.method), self.elsewhere, self.guarded], sort_keys=True)
+        return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def in_common(self, other: System) -> int:
         """How much of `other`'s way to its keys is this one's too: nothing, the adapter, or all of it."""
@@ -80,14 +90,17 @@ def systems(config: dict[str, Any]) -> list[System]:
         System("CLKNN, meta-k", replace(clknn, tuner=MetaKTuner())),
         System("CLKNN, gate", replace(clknn, tuner=GATED.tuner)),
         System("CLKNN+w*, guarded", clknn, guarded=True),
-        System("CLKNN+w*, end penalty", replace(clknn, ending=True)),
+        System(PENALISED[0], replace(KNN_MT, ending=True)),
+        System(PENALISED[1], replace(clknn, tuner=fixed, ending=True)),
+        System(PENALISED[2], replace(clknn, ending=True)),
         System("refined, fixed", replace(clknn, refined=GATED.refined, tuner=fixed)),
         System("refined, gate", replace(GATED, adapter=contrast, ending=False)),
-        System("gated", replace(GATED, adapter=contrast), guarded=True),
-        System("kNN-MT, end penalty", replace(KNN_MT, ending=True)),
+        System("gated", replace(GATED, adapter=contrast), guarded="everyday" in config),
         System("CKMT", replace(CKMT_ADAPTIVE, adapter=ckmt)),
-        System("CLKNN+w*, other domain", clknn, elsewhere=True),
+        System(OTHER_DOMAIN, clknn, elsewhere=True),
     ]
+    if "everyday" not in config:  # there is nothing to guard by
+        rows = [row for row in rows if not row.guarded]
     if len(config.get("sets", ())) == 1:  # there is no other set to train on
         rows = [row for row in rows if not row.elsewhere]
     wanted = config.get("systems")
@@ -168,6 +181,14 @@ def write_tsv(file: Path, pairs: list[Pair]) -> None:
     file.with_suffix(".new").rename(file)
 
 
+def _digest_of(file: Path) -> str | None:
+    """None: it is not there, which reading it will say better."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+
+
 def link(store: Path, copy: Path) -> None:
     """Makes a datastore that begins as `store` is and goes its own way, in no space: the files are shared.
 
@@ -210,8 +231,12 @@ class Bench:
         self._forced = dict[str, HeldOutTexts]()
         self.model: Model = load_model(str(self._path(config["model"])), config["source"], config["target"])
         self.decoding = Decoding(beam=config.get("beam", 5), length_penalty=config.get("length_penalty", 1.0))
+        texts = [each for table in ("general", "everyday") for each in config.get(table, {}).values()]
+        named = [name for one in config["sets"].values() for role in ("train", "dev", "test") for name in one[role]]
+        named += [name for each in texts for name in each["files"]]
+        contents = {name: _digest_of(data / name) for name in sorted(set(named))}
         # Which systems are in the table changes no cell.
-        fixed = [{key: value for key, value in config.items() if key != "systems"}, self.model.fingerprint]
+        fixed = [{key: value for key, value in config.items() if key != "systems"}, self.model.fingerprint, contents]
         digest = hashlib.blake2b(json.dumps(fixed, sort_keys=True).encode(), digest_size=8)
         self.signature = {
             "configuration": digest.hexdigest(),
@@ -297,16 +322,20 @@ class Bench:
         """One system on one set, unless it is there already."""
         file = self._file(set_name, system.name)
         if file.exists():
+            if json.loads(file.read_text("utf8"))["system"] != system.digest:
+                raise InputError(
+                    f"{file}: {system.name} was another system when this was made; delete it, and run again"
+                )
             return
         path = self._begun(set_name, system)
         say(f"{set_name}: {system.name}", 1, 1)
         elsewhere = None
         if system.elsewhere:
-            self.build(self._other(set_name))
-            elsewhere = self.store(self._other(set_name))
+            elsewhere = self._teacher(set_name)
         adaptation.represent(path, self.model, system.method, say, elsewhere, self.forced(set_name).dev)
         everyday = [self.everyday()] if system.guarded and self.config.get("everyday") else []
-        manifest = adaptation.tune(path, self.model, system.method.tuner, say, everyday, system.method.ending)
+        ending = system.method.ending, self.decoding
+        manifest = adaptation.tune(path, self.model, system.method.tuner, say, everyday, *ending)
         with datastore.open_datastore(path, self.model) as store:
             translator = Translator(self.model, store, store.combiner, self.decoding, manifest.end_penalty)
             record = self.translated(translator, self.texts(set_name))
@@ -314,6 +343,7 @@ class Bench:
         if isinstance(system.method.adapter, AdapterSettings):
             record["centre seconds"] = self._centre_seconds(path)
         record |= {
+            "system": system.digest,
             "mixing": None if manifest.mixing is None else asdict(manifest.mixing),
             "end penalty": manifest.end_penalty,
             "options": {stage: manifest.options.get(stage) for stage in ("train", "project", "tune")},
@@ -348,9 +378,21 @@ class Bench:
         if not file.exists():
             self.save(file, self.translated(Translator(self.model, decoding=self.decoding), self.texts(set_name)))
 
-    def _other(self, set_name: str) -> str:
+    def _teacher(self, set_name: str) -> Path:
+        """Another set's states, whose memory holds nothing that this set's systems are tuned or tested on."""
         names = list(self.config["sets"])
-        return str(names[(names.index(set_name) + 1) % len(names)])
+        other = names[names.index(set_name) - 1]
+        self.build(other)
+        manifest = datastore.read_draft(self.store(other))
+        assert manifest is not None
+        one = self.config["sets"][set_name]
+        held_out = self.pairs(one["dev"], 0, None) + self.pairs(*self.texts(set_name)[0][1:])
+        with Pairs.open(self.store(other) / manifest.files["text"].name) as record:
+            known = record.known((pair.source, pair.target) for pair in held_out)
+        say(f"{set_name}: {known} of its {len(held_out)} dev and test pairs are like a pair of {other}", 1, 1)
+        if known > LIKE_ENOUGH * len(held_out):
+            raise InputError(f"{other} holds {known} dev and test pairs of {set_name}; order the sets otherwise")
+        return self.store(other)
 
     def translated(self, translator: Translator, texts: list[Text]) -> dict[str, Any]:
         record: dict[str, Any] = {}
@@ -373,7 +415,7 @@ class Bench:
 
     def everyday(self) -> Path:
         """The text that guarded systems learn other text from, none of it translated for the table; as one TSV."""
-        part = self.work / "everyday.tsv"
+        part = self.work / "learned from.everyday.tsv"
         if not part.exists():
             asked = self.config["everyday"].values()
             pairs = [p for each in asked for p in self.pairs(each["files"], each.get("skip", 0), each.get("pairs"))]
@@ -445,8 +487,11 @@ class Bench:
             said = {name: cell[place]["texts"] for name, cell in cells.items()}
             against_reference = self._against(REFERENCE, said, references)
             scores = against_reference.scores
-            best = max((n for n in cells if n in BASELINES), key=lambda n: scores[n].bleu, default=None)
-            against_best = self._against(best, said, references)
+            best = {
+                kind: max((n for n in cells if n in names), key=lambda n: scores[n].bleu, default=None)
+                for kind, names in RIVALS.items()
+            }
+            against = {kind: self._against(rival, said, references).scores for kind, rival in best.items()}
             signatures[place] = [against_reference.bleu_signature, against_reference.chrf_signature]
             overlap[place] = self._overlap(set_name, pairs)
             for name, row in rows.items():
@@ -455,8 +500,10 @@ class Bench:
                     "chrf": scores[name].chrf,
                     "brevity_penalty": scores[name].brevity_penalty,
                     f"p against {REFERENCE}": scores[name].p_bleu if REFERENCE in cells else None,
-                    "best baseline": best,
-                    "p against the best baseline": against_best.scores[name].p_bleu if best else None,
+                    "best": best,
+                    "p against the best": {
+                        kind: against[kind][name].p_bleu if rival else None for kind, rival in best.items()
+                    },
                     "segments": len(pairs),
                     "seconds": cells[name][place]["seconds"],
                 }

@@ -33,7 +33,7 @@ def sources(n: int, low: int, high: int, seed: int) -> list[Tokens]:
 
 STORED = list(enumerate(sources(300, 0, 30, 1), 7))
 OWN, OTHER = sources(60, 0, 30, 2), sources(60, 20, 50, 3)
-MADE = familiarity.fit(STORED, OWN, OTHER, V)
+MADE = familiarity.fit(STORED, OWN, OTHER)
 
 
 def test_two_kinds_are_told_apart() -> None:
@@ -69,10 +69,22 @@ def test_a_source_is_more_familiar_once_it_is_stored_and_as_before_once_it_is_go
         assert torch.equal(again.tensors()[name], tensor), name
 
 
+def test_what_is_stored_is_familiar_whatever_it_reads_like() -> None:
+    assert not any(MADE.of(OTHER[:5]))
+    assert all(MADE.with_pairs(list(enumerate(OTHER[:5], 1000))).of(OTHER[:5]))
+
+
+def test_a_token_never_seen_says_nothing_and_breaks_nothing() -> None:
+    """The sources' vocabulary is not the targets', and what is translated may hold any token of it."""
+    assert MADE.log_odds([[3, 90_000, 4], [90_000]]).isfinite().all()
+    assert MADE.ratios[-1] == 0
+    assert MADE.log_odds([[]]).isfinite().all()
+
+
 def test_what_is_added_later_is_as_if_built_together() -> None:
-    later = familiarity.fit(STORED[:200], OWN, OTHER, V).with_pairs(STORED[200:])
-    assert np.array_equal(later.trigrams, MADE.trigrams)
-    assert np.array_equal(later.pairs, MADE.pairs)
+    later = familiarity.fit(STORED[:200], OWN, OTHER).with_pairs(STORED[200:])
+    for name in ("trigrams", "pairs", "sources", "numbers"):
+        assert np.array_equal(getattr(later, name), getattr(MADE, name)), name
 
 
 def test_trigrams_are_their_three_tokens_and_no_others() -> None:
@@ -87,7 +99,7 @@ def test_trigrams_are_their_three_tokens_and_no_others() -> None:
 @pytest.mark.parametrize(("own", "other", "named"), [(5, 60, "5 held-out"), (60, 5, "5 general")])
 def test_too_few_of_either_kind_are_refused(own: int, other: int, named: str) -> None:
     with pytest.raises(InputError, match=named):
-        familiarity.fit(STORED, OWN[:own], OTHER[:other], V)
+        familiarity.fit(STORED, OWN[:own], OTHER[:other])
 
 
 # -- in a datastore ----------------------------------------------------------------------------------------------------
@@ -140,10 +152,11 @@ def test_what_is_stored_is_familiar_also_when_it_is_added(guarded: tuple[Path, M
             assert store.familiarity is not None
             return store.familiarity.tensors()
 
-    assert np.mean(of([p.source for p in MEMORY])) > 0.9
+    unseen = [p.source for p in UNSEEN]
+    assert not any(of(unseen))
     before = kept()
     ids = datastore.add(tmp_path / "s", UNSEEN, model)
-    assert len(kept()["trigrams"]) > len(before["trigrams"])
+    assert all(of(unseen))
     datastore.remove(tmp_path / "s", list(ids))
     assert all(torch.equal(kept()[name], tensor) for name, tensor in before.items())
 
@@ -155,6 +168,41 @@ def test_tuning_without_general_text_finds_nothing_unfamiliar(guarded: tuple[Pat
     assert "familiarity" not in manifest.files
     with datastore.open_datastore(tmp_path / "s", model) as store:
         assert all(store.familiar(model.tokenise_sources([p.source for p in UNSEEN])))
+
+
+def test_general_pairs_of_the_memory_itself_are_left_out_and_counted(
+    guarded: tuple[Path, Model], tmp_path: Path
+) -> None:
+    path, model = guarded
+    shutil.copytree(path, tmp_path / "s")
+    mixed = tiny.write_tsv(tmp_path / "mixed.tsv", MEMORY[:40] + GENERAL)
+    manifest = adaptation.tune(tmp_path / "s", model, general=[mixed])
+    assert manifest.measured["tune"]["general pairs left out"] == 40
+    with pytest.raises(InputError, match=r"no general pair is left.*40 stand in"):
+        adaptation.tune(tmp_path / "s", model, general=[tiny.write_tsv(tmp_path / "own.tsv", MEMORY[:40])])
+
+
+def test_what_cannot_be_done_is_refused_before_the_work(
+    load: Callable[[str], Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = load("marian"), tiny.write_tsv(tmp_path / "memory.tsv", MEMORY)
+    monkeypatch.setattr(adaptation, "represent", None)
+    with pytest.raises(InputError, match=r"absent.tsv: no such file"):
+        adaptation.adapt(tmp_path / "a", [file], model, general=[tmp_path / "absent.tsv"])
+    general = tiny.write_tsv(tmp_path / "general.tsv", GENERAL)
+    for hold_out in (0, 5):
+        with pytest.raises(InputError, match=f"{hold_out} pairs to tune on are too few.*leave out --general"):
+            adaptation.adapt(tmp_path / f"s{hold_out}", [file], model, hold_out=hold_out, general=[general])
+
+
+def test_other_keys_have_neither_guard_nor_end_penalty(guarded: tuple[Path, Model], tmp_path: Path) -> None:
+    path, model = guarded
+    shutil.copytree(path, tmp_path / "s")
+    manifest = datastore.read_manifest(tmp_path / "s")
+    datastore.commit(tmp_path / "s", replace(manifest, end_penalty=2.0))
+    changed = adaptation.project(tmp_path / "s", model, size=8)
+    assert changed.end_penalty == 0
+    assert not {"familiarity", "combiner"} & set(changed.files)
 
 
 def test_a_damaged_one_is_named(guarded: tuple[Path, Model], tmp_path: Path) -> None:
@@ -206,9 +254,12 @@ def test_an_end_penalty_makes_translations_longer_and_leaves_the_base_model_alon
 
     assert tokens(0.0) <= tokens(3.0) <= tokens(30.0)
     assert tokens(0.0) < tokens(30.0)
-    assert [t.text for t in replace(translator, end_penalty=9.0).base.translate(texts)] == [
-        t.text for t in translator.base.translate(texts)
-    ]
+    base = [t.text for t in translator.base.translate(texts)]
+    penalised = replace(translator, end_penalty=9.0)
+    assert [t.text for t in penalised.base.translate(texts)] == base
+    nothing = penalised.with_mixing(weight=0.0)
+    for evidence in (False, True):
+        assert [t.text for t in nothing.translate(texts, evidence=evidence)] == base
 
 
 def test_the_end_penalty_is_the_best_of_those_tried_and_is_kept(guarded: tuple[Path, Model], tmp_path: Path) -> None:

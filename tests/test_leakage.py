@@ -46,7 +46,7 @@ def small(method: Method) -> Method:
 @pytest.fixture
 def store(load: Callable[[str], Model], tmp_path: Path) -> Path:
     """Built, with pairs held out."""
-    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(200))
+    tm = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(440))
     adaptation.build(tmp_path / "store", [tm], load("marian"))
     return tmp_path / "store"
 
@@ -62,10 +62,11 @@ class Watch:
         self.states, self.values = (np.asarray(array(store, manifest, name)) for name in ("states", "values"))
         with adaptation.Pairs.open(store / "text.sqlite") as record:
             self.ids = {role: {number for number, _ in record.each(role)} for role in ("stored", "tune", "test")}
-            self.secret = {fold(pair.target) for _, pair in record.each("test")}
+            self.secret = {fold(side) for _, pair in record.each("test") for side in (pair.source, pair.target)}
         assert all(self.ids.values())
         assert set(self.pair_ids) == self.ids["stored"]
-        self._before(patched, model, "tokenise_targets", self.forced)
+        self._before(patched, model, "tokenise_targets", self.read)
+        self._before(patched, model, "tokenise_sources", self.read)
         self._before(patched, adapters, "train", self.trained)
         self._before(patched, ckmt, "clusters", self.trained)
         self._before(patched, ckmt, "train", self.trained)
@@ -83,8 +84,8 @@ class Watch:
 
         patched.setattr(home, name, spied)
 
-    def forced(self, texts: list[str], *_: Any) -> None:
-        assert not self.secret & {fold(text) for text in texts}, "a test pair was force-decoded"
+    def read(self, texts: list[str], *_: Any) -> None:
+        assert not self.secret & {fold(text) for text in texts}, "a test pair was read"
 
     def trained(self, states: Any, values: Any, *_: Any) -> None:
         self.seen.add("adapter")
@@ -99,7 +100,7 @@ class Watch:
 
     def tuned(self, tuner: Any, retrieved: Retrieved, *_: Any) -> None:
         self.seen.add("tuner")
-        pairs = set(retrieved.pair.tolist())
+        pairs = {pair for pair in retrieved.pair.tolist() if pair < adaptation.OUTSIDE or not tuner.general}
         assert not pairs & self.ids["test"], "a tuner saw test pairs"
         assert pairs <= self.ids["stored" if tuner.own_pairs else "tune"]
         found_in = self.pair_ids[retrieved.neighbours.ids.numpy()]
@@ -112,7 +113,8 @@ def watched(store: Path, model: Model, method: Method) -> set[str]:
     with pytest.MonkeyPatch.context() as patched:
         watch = Watch(store, model, patched)
         adaptation.represent(store, model, method)
-        adaptation.tune(store, model, method.tuner)
+        general = tiny.write_tsv(store.with_name("general.tsv"), tiny.pairs(60, seed=31))
+        adaptation.tune(store, model, method.tuner, general=[general], ending=method.ending)
     return watch.seen
 
 
@@ -165,12 +167,30 @@ def test_tuning_on_test_pairs_is_caught(
     with pytest.MonkeyPatch.context() as patched:
         watch = Watch(store, load("marian"), patched)
         monkeypatch.setattr(adaptation.Pairs, "each", lambda self, role: each(self, "test" if role == "tune" else role))
-        with pytest.raises(AssertionError, match="a test pair was force-decoded"):
+        with pytest.raises(AssertionError, match="a test pair was read"):
             adaptation.represent(store, load("marian"), adaptation.KNN_MT)
         watch.secret = set()  # the next spy, where this one is asleep
         adaptation.represent(store, load("marian"), adaptation.KNN_MT)
         with pytest.raises(AssertionError, match="a tuner saw test pairs"):
             adaptation.tune(store, load("marian"), adaptation.KNN_MT.tuner)
+
+
+def test_an_end_penalty_or_a_guard_made_on_test_pairs_is_caught(
+    store: Path, load: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endings, guard = adaptation._endings, adaptation._familiarity
+
+    def translated(translator: Any, pairs: Any, report: Any) -> Any:  # noqa: ARG001 (takes others in its place)
+        return endings(translator, [pair for _, pair in translator.datastore.pairs.each("test")], report)
+
+    def fitted(opened: Any, model: Any, general: Any) -> Any:
+        return guard(opened, model, [*general, *(pair for _, pair in opened.pairs.each("test"))])
+
+    for name, leaking in (("_endings", translated), ("_familiarity", fitted)):
+        with monkeypatch.context() as patched:
+            patched.setattr(adaptation, name, leaking)
+            with pytest.raises(AssertionError, match="a test pair was read"):
+                watched(store, load("marian"), small(adaptation.GATED))
 
 
 def test_refining_on_ones_own_pair_is_caught(

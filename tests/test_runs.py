@@ -49,18 +49,19 @@ def ablation(reproduce: ModuleType) -> ModuleType:  # noqa: ARG001 (it is import
 @pytest.fixture
 def desk(tmp_path: Path, checkpoints: Callable[[str], Path]) -> Path:
     """Two small sets, general text, and a configuration of everything at its smallest."""
-    rows = tiny.pairs(150)
-    for name, part in (("a", rows[:60]), ("b", rows[60:120]), ("dev", rows[120:135]), ("test", rows[135:])):
+    rows = tiny.pairs(160)
+    for name, part in (("a", rows[:60]), ("b", rows[60:120]), ("dev", rows[120:145]), ("test", rows[145:])):
         tiny.write_tsv(tmp_path / f"{name}.tsv", part)
-    tiny.write_tsv(tmp_path / "repeated.tsv", [*rows[120:135], rows[0]])
+    tiny.write_tsv(tmp_path / "repeated.tsv", [*rows[120:145], rows[0]])
     (tmp_path / "model").symlink_to(checkpoints("marian"))
     one = 'dev = ["repeated.tsv"]\ntest = ["test.tsv"]\ntest_pairs = 4\n'
     (tmp_path / "small.toml").write_text(
         f'model = "model"\nsource = "de"\ntarget = "en"\nbeam = 2\n[adapter]\nsteps = 2\nbatch = 16\n'
         f"[ckmt]\nsteps = 2\nbatch = 8\n"
         f'[sets.a]\ntrain = ["a.tsv"]\n{one}[sets.b]\ntrain = ["b.tsv"]\npairs = 50\n{one}'
-        f'[general.elsewhere]\nfiles = ["test.tsv"]\npairs = 3\n'
+        f'[general.elsewhere]\nfiles = ["test.tsv"]\npairs = 3\n[everyday.else]\nfiles = ["else.tsv"]\n'
     )
+    tiny.write_tsv(tmp_path / "else.tsv", tiny.pairs(60, seed=77))
     return tmp_path
 
 
@@ -79,7 +80,7 @@ def test_one_table_of_every_system_that_a_rerun_repeats(
     assert isinstance(sets, dict)
     assert set(sets) == {"a", "b"}
     assert (sets["a"]["pairs"], sets["b"]["pairs"]) == (60, 50)
-    names = ["base", *(system.name for system in reproduce.systems({}))]
+    names = ["base", *(system.name for system in reproduce.systems({"everyday": {}}))]
     for one in sets.values():
         assert list(one["systems"]) == names
         for system, row in one["systems"].items():
@@ -96,10 +97,36 @@ def test_one_table_of_every_system_that_a_rerun_repeats(
         assert one["systems"]["CLKNN"]["measured"]["tune"]["seconds"]["tuning"] >= 0
         assert one["systems"]["kNN-MT"]["measured"]["project"]["index seconds"] >= 0
         assert "signature" not in one["systems"]["CLKNN"]  # it is the set's own
-    assert sets["a"]["dev"] == {"pairs": 15, "left out": 1}  # the dev pair that is stored too
+    assert sets["a"]["dev"] == {"pairs": 25, "left out": 1}  # the dev pair that is stored too
     assert "tun" in capsys.readouterr().err  # the dev pair that is stored too was counted
+    for name in ("gated", "CLKNN+w*, guarded"):
+        assert sets["a"]["systems"][name]["options"]["tune"]["general"]
+    assert not sets["a"]["systems"]["CLKNN+w*"]["options"]["tune"]["general"]
+    assert sets["a"]["systems"]["gated"]["options"]["tune"]["ending"]["beam"] == 2  # as the table decodes
     monkeypatch.setattr(reproduce.adaptation, "tune", None)  # a rerun makes nothing anew
     assert run(reproduce, desk) == record
+
+
+def test_a_cell_does_not_outlive_the_system_or_the_files_it_stands_for(
+    reproduce: ModuleType, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some: dict[str, Any] = {"only": ["a"], "system": ["kNN-MT"]}
+    run(reproduce, desk, **some)
+    with monkeypatch.context() as changed:
+        changed.setattr(reproduce, "KNN_MT", replace(reproduce.KNN_MT, ending=True))
+        with pytest.raises(InputError, match=r"a.kNN-MT.json: kNN-MT was another system .* delete it"):
+            run(reproduce, desk, **some)
+    tiny.write_tsv(desk / "test.tsv", tiny.pairs(12, seed=99))
+    with pytest.raises(InputError, match="made with configuration"):
+        run(reproduce, desk, **some)
+
+
+def test_a_teacher_that_holds_what_is_tested_is_refused(reproduce: ModuleType, desk: Path) -> None:
+    tiny.write_tsv(desk / "b.tsv", tiny.pairs(160)[60:160])  # with the dev and test pairs
+    config = (desk / "small.toml").read_text().replace("pairs = 50\n", "")
+    (desk / "small.toml").write_text(config)
+    with pytest.raises(InputError, match=r"b holds .* dev and test pairs of a"):
+        run(reproduce, desk, only=["a"], system=["CLKNN+w*, other domain"])
 
 
 def test_separate_runs_share_one_table(reproduce: ModuleType, desk: Path) -> None:

@@ -28,7 +28,7 @@ from clknn import index as indices
 from clknn import model as models
 from clknn import projection as projections
 from clknn.adapter import Adapter, AdapterSettings, Step, Trained
-from clknn.corpus import LIKE_OTHERS, Pair, Pairs, Role, Skip, Tally, read_pairs
+from clknn.corpus import LIKE_OTHERS, Pair, Pairs, Role, Skip, Tally, fold, read_pairs
 from clknn.datastore import Datastore, Manifest
 from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, refuse_unscorable, retrieval_accuracy, timed
@@ -50,6 +50,7 @@ VALIDATION_ENTRIES = 25_000
 VALIDATION_QUERIES = 2_000
 KS = (1, 2, 4, 8, 16, 32, 64)
 CONTRASTIVE, CKMT = "contrastive", "ckmt"  # whose recipe trained an adapter, in the manifest
+OUTSIDE = 1 << 40  # general pairs are numbered from here on: no datastore holds so many
 OWN_PAIRS = 2_000  # of the datastore, drawn for a tuner that learns from these
 ENOUGH = 30  # segments; the bootstrap of fewer resamples the same few, and calls chance significant
 TRANSLATED = 150  # held-out pairs translated for each end penalty
@@ -396,8 +397,10 @@ def project(
             }
         measured["seconds"] = round(time.perf_counter() - started, 1)
         marks = manifest.files | {name: stores.mark_of(file) for name, file in files.items()}
-        marks.pop("combiner", None)  # it learned on other keys
-        done = manifest.having("project", asked, measured, files=marks, mixing=_untuned(manifest, projection.normed))
+        for name in ("combiner", "familiarity"):  # they were tuned with other keys
+            marks.pop(name, None)
+        untuned = _untuned(manifest, projection.normed)
+        done = manifest.having("project", asked, measured, files=marks, mixing=untuned, end_penalty=0.0)
         for notes in (done.options, done.measured):
             notes.pop("tune", None)  # it was chosen for other keys
         stores.commit(path, done)
@@ -445,24 +448,27 @@ def tune(
     report: Report = silent,
     general: Sequence[Path] = (),
     ending: bool = False,
+    decoding: Decoding = Decoding(),  # noqa: B008 (frozen)
 ) -> Manifest:
     """Chooses the combiner on held-out pairs, as `tuner` does; None is the grid, with w* where keys allow it.
 
     With `general` pairs, which nothing should be lost on, it also learns which sources are not of the memory's kind.
-    With `ending`, how much harder it must be to end a sentence is chosen by translating held-out pairs.
+    With `ending`, how much harder it must be to end a sentence is chosen by translating held-out pairs with `decoding`.
     """
     with stores.writing(path), stores.open_datastore(path, model) as store:
         manifest = store.manifest
         tuner = tuner or Grid(scaled=store.projection.normed)
-        everyday = _general(general, model)
+        everyday, left_out = _general(general, model, store)
+        if ending and not store.pairs.count("tune"):
+            raise InputError(f"{path}: no pairs are held out to translate for the end penalty; leave out --ending")
+        familiarity = _familiarity(store, model, everyday)
         pairs = list(store.pairs.each("stored" if tuner.own_pairs else "tune"))
         if tuner.own_pairs:
             pairs = [pairs[i] for i in np.random.default_rng(0).permutation(len(pairs))[:OWN_PAIRS]]
         started = time.perf_counter()
         if tuner.general:
-            # Numbered on from the held-out pairs: each is a pair of its own to what learns.
-            beside = [everyday[i] for i in np.random.default_rng(0).permutation(len(everyday))[: len(pairs) // 2]]
-            pairs += list(enumerate(beside, 1 + max((number for number, _ in pairs), default=0)))
+            beside = np.random.default_rng(0).permutation(len(everyday))[: len(pairs) // 2]
+            pairs += [(OUTSIDE + n, everyday[i]) for n, i in enumerate(beside)]
         retrieved = retrieve(store, model, pairs, tuner, lambda done: report("retrieve", done, len(pairs), "pairs"))
         if retrieved is None:
             raise InputError(f"{path}: no pairs are held out for tuning; set --k, --temperature and --weight by hand")
@@ -473,8 +479,8 @@ def tune(
         measured = dict(chosen.measured)
         seconds = {"retrieval": round(fetched - started, 1), "tuning": round(time.perf_counter() - fetched, 1)}
         done = stores.with_combiner(path, manifest, chosen.combiner)
-        familiarity = _familiarity(store, model, everyday)
         if familiarity is not None:
+            measured["general pairs left out"] = left_out
             held_out = model.tokenise_sources([pair.source for _, pair in store.pairs.each("tune")])
             unlike = model.tokenise_sources([pair.source for pair in everyday])
             for name, sources in (("held-out", held_out), ("general", unlike)):
@@ -482,7 +488,7 @@ def tune(
         done = stores.with_familiarity(path, done, familiarity)
         if ending:
             began = time.perf_counter()
-            translator = Translator(model, replace(store, familiarity=familiarity), chosen.combiner)
+            translator = Translator(model, replace(store, familiarity=familiarity), chosen.combiner, decoding)
             curve = _endings(translator, [pair for _, pair in store.pairs.each("tune")], report)
             measured["BLEU by end penalty"] = {f"{penalty:g}": round(bleu, 2) for penalty, bleu in curve.items()}
             done = replace(done, end_penalty=max(curve, key=lambda penalty: curve[penalty]))
@@ -490,7 +496,7 @@ def tune(
         else:
             done = replace(done, end_penalty=0.0)
         settings: Any = tuner  # a Protocol cannot say that its sides are dataclasses
-        asked = {"combiner": tuner.name, **asdict(settings), "ending": ending}
+        asked = {"combiner": tuner.name, **asdict(settings), "ending": asdict(decoding) if ending else None}
         asked["general"] = [_file_mark(file) for file in general]
         done = done.having("tune", asked, measured | {"seconds": seconds})
         stores.save_draft(path, done)
@@ -498,15 +504,22 @@ def tune(
     return done
 
 
-def _general(files: Sequence[Path], model: Model) -> list[Pair]:
-    """Pairs of text that is not of the memory's kind."""
+def _general(files: Sequence[Path], model: Model, store: Datastore) -> tuple[list[Pair], int]:
+    """Pairs of text that is not of the memory's kind, and how many were left out because they are the memory's own.
+
+    What is stored would find itself, and what is held out must not be learned from.
+    """
     if not files:
-        return []
+        return [], 0
     tally = Tally()
     pairs = fitting(model, read_pairs(files, model.source_language, model.target_language, tally), tally)
-    if not pairs:
-        raise InputError(f"{files[0]}: no general pair could be kept; {'; '.join(tally.lines()[1:])}")
-    return pairs
+    roles: tuple[Role, ...] = "stored", "tune", "test"
+    own = {fold(side) for role in roles for _, pair in store.pairs.each(role) for side in (pair.source, pair.target)}
+    unlike = [pair for pair in pairs if own.isdisjoint((fold(pair.source), fold(pair.target)))]
+    if not unlike:
+        why = tally.lines()[1:] + [f"{len(pairs):,} stand in the translation memory"] * bool(pairs)
+        raise InputError(f"{files[0]}: no general pair is left; {'; '.join(why)}")
+    return unlike, len(pairs) - len(unlike)
 
 
 def _familiarity(store: Datastore, model: Model, general: Sequence[Pair]) -> Familiarity | None:
@@ -514,7 +527,7 @@ def _familiarity(store: Datastore, model: Model, general: Sequence[Pair]) -> Fam
         return None
     held_out = model.tokenise_sources([pair.source for _, pair in store.pairs.each("tune")])
     unlike = model.tokenise_sources([pair.source for pair in general])
-    return familiarities.fit(stores.sources_of(model, store.pairs.each("stored")), held_out, unlike, model.vocabulary)
+    return familiarities.fit(stores.sources_of(model, store.pairs.each("stored")), held_out, unlike)
 
 
 def _endings(translator: Translator, pairs: Sequence[Pair], report: Report) -> dict[float, float]:
@@ -686,10 +699,19 @@ def adapt(
     """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
     if hold_out:
         refuse_unscorable(model.target_language)
+    for file in general:
+        _file_mark(file)
     build(path, files, model, hold_out, seed, tally, report, tune_on)
+    manifest = _begun(path, model)
+    held_out = manifest.measured["build"]["held out"]["tune"]
+    if general and held_out < familiarities.FEWEST:
+        raise InputError(
+            f"{path}: {held_out} pairs to tune on are too few to tell general text by; "
+            f"{familiarities.FEWEST} are needed: give --tune-on or a larger --hold-out, or leave out --general"
+        )
     manifest = represent(path, model, method, report)
     if method.tuner.own_pairs or manifest.measured["build"]["held out"]["tune"]:
-        tune(path, model, method.tuner, report, general, method.ending)
+        tune(path, model, method.tuner, report, general, method.ending and held_out > 0)
     return verdict(path, model, report=report)
 
 

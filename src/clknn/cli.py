@@ -91,13 +91,13 @@ TuneOn = Annotated[
 General = Annotated[
     list[Path] | None,
     typer.Option(
-        help="Pairs of other text, which must not get worse: sources like these are left to the base model. "
-        "Twice for two aligned files."
+        help="Pairs of other text than the translation memory's, which must not get worse: sources like these are "
+        "left to the base model. Twice for two aligned files."
     ),
 ]
 Ending = Annotated[
     bool | None,
-    typer.Option(help="Tune how hard it is to end a sentence, by translating held-out pairs; --method gated does."),
+    typer.Option(help="Tune how hard it is to end a sentence, by translating held-out pairs. By default gated does."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Decides what is held out and drawn.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit that would be skipped.")]
@@ -310,17 +310,25 @@ def tune(
     model: OtherModel = None,
     combiner: CombinerOption = None,
     general: General = None,
-    ending: Ending = None,
+    ending: Annotated[
+        bool | None,
+        typer.Option(
+            help="Tune how hard it is to end a sentence, by translating held-out pairs; by default as before."
+        ),
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:
     """Stage 4: choose k, temperature and weight on the held-out pairs, or train what takes their place."""
-    from clknn import adaptation
+    from clknn import adaptation, datastore
 
     with _taken_up(store), Bars() as report:
         tuner = None if combiner is None else _tuner(combiner)
-        loaded = _model_of(store, model, device, dtype)
-        manifest = adaptation.tune(store, loaded, tuner, report, general or (), bool(ending))
+        loaded, before = _model_of(store, model, device, dtype), datastore.read_manifest(store)
+        again = bool(before.options.get("tune", {}).get("ending")) if ending is None else ending
+        manifest = adaptation.tune(store, loaded, tuner, report, general or (), again)
+    if "familiarity" in before.files and "familiarity" not in manifest.files:
+        err.print(f"{store}: no source is left to the base model any more; give --general again to have that back")
     typer.echo(f"{store}: {_mixing_line(manifest)}")
 
 
@@ -338,7 +346,7 @@ def translate(
     reference: Reference = False,
     batch: Batch = 32,
     evidence: Annotated[bool, typer.Option("--evidence", help="Write JSON lines with each word's evidence.")] = False,
-    guarded: Annotated[bool, typer.Option(help="Leave sources unlike the memory's to the base model.")] = True,
+    guarded: Annotated[bool, typer.Option(help="Leave sources unlike the stored ones to the base model.")] = True,
     device: Device = "cpu",
     dtype: Dtype = "float32",
 ) -> None:

@@ -47,7 +47,8 @@ from clknn.model import Model, Tokens
 from clknn.projection import Projection
 from clknn.states import GrowingArray, Progress, blocks, write_atomically
 
-FORMAT = 1
+FORMAT = 2  # 1 had no end penalty
+READ = 1, 2
 TOKENISED = 4_096  # sources tokenised at a time
 OPENINGS = 10  # times that a reader is overtaken by a writer before it gives up
 ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
@@ -199,11 +200,12 @@ def _exists(file: Path) -> bool:
 def _parse(file: Path) -> Manifest:
     try:
         raw = json.loads(file.read_text(encoding="utf8"))
-        if raw["format"] != FORMAT:
+        if raw["format"] not in READ:
             raise DatastoreError(
-                f"{file}: format version {raw['format']}, and this clknn reads version {FORMAT}; build it again "
-                "or use the clknn that built it"
+                f"{file}: format version {raw['format']}, and this clknn reads versions {READ[0]} to {READ[-1]}; "
+                "build it again or use the clknn that built it"
             )
+        raw["format"] = FORMAT
         raw["files"] = {name: FileMark(**mark) for name, mark in raw["files"].items()}
         raw["mixing"] = None if raw["mixing"] is None else Mixing(**raw["mixing"])
         manifest = Manifest(**raw)

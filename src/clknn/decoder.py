@@ -68,7 +68,8 @@ def decode(
     end_penalty: float = 0.0,
 ) -> list[Hypothesis]:
     """The best hypothesis of each source, `batch` of them at a time; without a retriever and a combiner, the base
-    model's. `end_penalty` nats are taken off log p_mix of the tokens that end a sentence.
+    model's. `end_penalty` nats are taken off log p_mix of the tokens that end a sentence,
+    wherever neighbours have a share of it.
     """
     hypotheses: list[Hypothesis] = []
     own = why_reference(model, decoding) is None
@@ -272,8 +273,8 @@ def _mixer(
         if steps is not None:
             steps[step] = _Step(neighbours, shares)
         log_p_mix = mix(log_p_model, neighbours, shares)  # [R, V]
-        if end_penalty:
-            log_p_mix[:, ends] -= end_penalty
+        if end_penalty:  # not where the model is on its own
+            log_p_mix[:, ends] -= end_penalty * (shares.of_model < 1).float()[:, None]
         return log_p_mix
 
     return mixed
