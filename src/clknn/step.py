@@ -3,9 +3,9 @@
 `Lanes` is what the beam search sees: sentences join, advance by a token in each of their W hypotheses, and leave.
 `TransformerLanes` does it for the transformers of translation (self-attention, attention to the source, feed-forward)
 on plain tensors that the model hands over as a `Decoder`. It hides the cache: what W hypotheses of a sentence have
-produced stays where it was written, all side by side, and each attends through a mask to its own ancestry, so that
-choosing among hypotheses moves W x T bits and no keys or values. The trade-off: attention is computed for the slots of
-the other hypotheses too, 3% of a step's arithmetic for a beam of 5 and 20 tokens (a 10M-parameter model).
+produced stays in the slots where it was written, and each attends through a mask to those of its own ancestry, so that
+choosing among hypotheses moves bits and no keys or values; slots in nobody's ancestry are squeezed out now and then.
+The trade-off: attention is computed for the other hypotheses' slots too. They soon share all but their last tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn import functional
 
 Map = Callable[[Tensor], Tensor]
 TYPICAL_ROWS = 64  # that matrices are laid out for
+SQUEEZE = 8  # steps after which slots are squeezed out
 
 
 class Lanes(Protocol):
@@ -121,22 +122,27 @@ class TransformerLanes:
     def __init__(self, decoder: Decoder, beam: int) -> None:
         self._decoder, self._beam = decoder, beam
         self._ages: list[int] = []  # tokens produced in each lane
+        self._used: list[int] = []  # slots in use in each lane, C at most
+        self._until_squeeze = SQUEEZE
         self._lengths: list[int] = []  # source tokens of each lane
         like, e = decoder.like, decoder.layers[0].source_queries.outputs // decoder.heads
         of_layers = len(decoder.layers), 2
-        self._cache = like.new_zeros(*of_layers, 0, decoder.heads, 0, e)  # [layers, 2, L, H, T*W, E] keys, values
+        self._cache = like.new_zeros(*of_layers, 0, decoder.heads, 0, e)  # [layers, 2, L, H, C, E] keys, values
         self._source = like.new_zeros(*of_layers, 0, decoder.heads, 0, e)  # [layers, 2, L, H, S, E]
         self._source_mask = like.new_zeros(0, 1, 1, 0)  # [L, 1, 1, S] 0, or minus infinity on padding
-        self._ancestry = like.new_zeros(0, beam, 0, dtype=torch.bool)  # [L, W, T*W] which slots a hypothesis is made of
+        self._ancestry = like.new_zeros(0, beam, 0, dtype=torch.bool)  # [L, W, C] which slots a hypothesis is made of
+        self._written = like.new_zeros(0, 0, dtype=torch.long)  # [L, C] the age at which a slot was written
 
     def join(self, sources: list[list[int]]) -> None:
         decoder, old = self._decoder, len(self._ages)
         states, mask = decoder.encode(sources)  # [B, S, D], [B, S]
         self._ages += [0] * len(sources)
+        self._used += [0] * len(sources)
         self._lengths += [len(source) for source in sources]
         n, s = len(self._ages), mask.shape[1]
         self._cache = _with_room(self._cache, {2: n})
         self._ancestry = _with_room(self._ancestry, {0: n})
+        self._written = _with_room(self._written, {0: n})
         self._source = _with_room(self._source, {2: n, 4: s})
         self._source_mask = _with_room(self._source_mask, {0: n, 3: s}, -math.inf)
         self._ancestry[old:n] = False
@@ -149,29 +155,34 @@ class TransformerLanes:
     def leave(self, lane: int) -> None:
         last = len(self._ages) - 1
         if lane != last:
-            used = self._ages[last] * self._beam
+            used = self._used[last]
             self._cache[:, :, lane, :, :used] = self._cache[:, :, last, :, :used]
             self._source[:, :, lane] = self._source[:, :, last]
             self._source_mask[lane] = self._source_mask[last]
             self._ancestry[lane] = self._ancestry[last]
-            self._ages[lane], self._lengths[lane] = self._ages[last], self._lengths[last]
-        self._ages.pop()
-        self._lengths.pop()
+            self._written[lane] = self._written[last]
+        for of_lanes in (self._ages, self._used, self._lengths):
+            of_lanes[lane] = of_lanes[last]
+            of_lanes.pop()
 
     def advance(self, tokens: Tensor, parents: Tensor) -> Tensor:
         decoder, (n, w) = self._decoder, tokens.shape
         tokens, parents = tokens.to(self._cache.device), parents.to(self._cache.device)
-        used = (max(self._ages) + 1) * w
+        lane = torch.arange(n, device=tokens.device)[:, None]  # [L, 1]
+        self._ancestry[:n] = self._ancestry[lane, parents]
+        self._until_squeeze -= 1
+        if not self._until_squeeze:
+            self._squeeze(lane)
+        used = max(self._used) + w
         self._cache = _with_room(self._cache, {4: used})
         self._ancestry = _with_room(self._ancestry, {2: used})
+        self._written = _with_room(self._written, {1: used})
         age = torch.tensor(self._ages, device=tokens.device)[:, None]  # [L, 1]
-        lane = torch.arange(n, device=tokens.device)[:, None]  # [L, 1]
         place = torch.arange(w, device=tokens.device)  # [W]
-        slots = age * w + place  # [L, W] where this step is written
-        ancestry = self._ancestry[:n, :, :used][lane, parents]  # [L, W, T*W]
-        ancestry[lane, place, slots] = True
-        self._ancestry[:n, :, :used] = ancestry
-        mask = self._mask(ancestry, age)  # [L, 1 or H, W, T*W]
+        slots = torch.tensor(self._used, device=tokens.device)[:, None] + place  # [L, W] where this step is written
+        self._ancestry[lane, place, slots] = True
+        self._written[lane, slots] = age
+        mask = self._mask(self._ancestry[:n, :, :used], age - self._written[:n, :used])  # [L, 1 or H, W, C]
         lengths = max(self._lengths)
         source_mask = self._source_mask[:n, ..., :lengths]  # [L, 1, 1, S]
         x = decoder.embedded(tokens.flatten(), age.expand(n, w).flatten())  # [R, D]
@@ -180,7 +191,7 @@ class TransformerLanes:
             y = self._before(layer.attention_norm, x)
             made = layer.queries_keys_values(y).view(n, w, 3, decoder.heads, -1)  # [L, W, 3, H, E]
             cache[:, lane, :, slots] = made[:, :, 1:]
-            keys, values = cache[:, :n, :, :used]  # [L, H, T*W, E]
+            keys, values = cache[:, :n, :, :used]  # [L, H, C, E]
             x = self._after(layer.attention_norm, x + layer.attended(_attention(made[:, :, 0], keys, values, mask)))
             y = self._before(layer.source_norm, x)
             queries = layer.source_queries(y).view(n, w, decoder.heads, -1)  # [L, W, H, E]
@@ -190,6 +201,7 @@ class TransformerLanes:
             x = self._after(layer.feed_norm, x + layer.feed(self._before(layer.feed_norm, x)))
 
         self._ages = [one + 1 for one in self._ages]
+        self._used = [one + w for one in self._used]
         return decoder.state(x)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -201,12 +213,24 @@ class TransformerLanes:
     def _after(self, norm: Map, x: Tensor) -> Tensor:
         return x if self._decoder.norm_first else norm(x)
 
-    def _mask(self, ancestry: Tensor, age: Tensor) -> Tensor:
-        """What is added to attention: nothing, or what the distance says, and minus infinity on others' slots."""
+    def _squeeze(self, lane: Tensor) -> None:
+        """Moves the slots of each lane [L, 1] that are in some ancestry to its front, in their order."""
+        n, used, self._until_squeeze = len(lane), max(self._used), SQUEEZE
+        alive = self._ancestry[:n, :, :used].any(1)  # [L, C]
+        self._used = alive.sum(1).tolist()
+        order = (~alive).byte().argsort(dim=1, stable=True)[:, : max(self._used)]  # [L, C']
+        kept = order.shape[1]
+        self._written[:n, :kept] = self._written[lane, order]
+        self._ancestry[:n, :, :kept] = self._ancestry[:n].gather(2, order[:, None].expand(-1, self._beam, -1))
+        self._ancestry[:n, :, kept:] = False
+        for cache in self._cache.flatten(0, 1):  # [L, H, C, E]
+            cache[:n, :, :kept] = cache[lane, :, order].transpose(1, 2)
+
+    def _mask(self, ancestry: Tensor, back: Tensor) -> Tensor:
+        """What is added to attention: minus infinity on others' slots, else nothing, or what going so far back says."""
         if self._decoder.distances is None:
             return torch.zeros_like(ancestry, dtype=self._cache.dtype).masked_fill_(~ancestry, -math.inf)[:, None]
-        back = age - torch.arange(ancestry.shape[2], device=age.device) // self._beam  # [L, T*W]
-        added = self._decoder.distances[back.clamp(min=0)].transpose(1, 2)  # [L, H, T*W]
+        added = self._decoder.distances[back.clamp(min=0)].transpose(1, 2)  # [L, H, C]
         return added[:, :, None].masked_fill(~ancestry[:, None], -math.inf)
 
 
