@@ -282,7 +282,7 @@ def test_every_variation_is_measured_once_and_a_rerun_repeats_it(
     assert first["test"]["p_bleu"] is None
     assert second["test"]["p_bleu"] > 0
     assert (record["set"], record["pairs"], record["test segments"]) == ("a", 60, 4)
-    assert record["dev"] == {"pairs": 15, "left out": 1}
+    assert record["dev"] == {"pairs": 25, "left out": 1}
     assert not list((varied / "build" / "varied").glob("a.*.store"))  # only the adapters stay
     monkeypatch.setattr(adaptation, "tune", None)
     assert vary(ablation, varied) == record
@@ -347,7 +347,7 @@ def test_pages_are_made_of_whatever_a_run_leaves(
     assert "### Every set, and the average" in text
     assert all(f"| {score} | a | b | average |" in text for score in ("BLEU", "chrF2", "brevity penalty"))
     assert "| system | a: elsewhere | b: elsewhere | worst |" in text
-    assert text.count("15 dev pairs, 1 more left out as they stand in the memory") == 2  # of set a, in both records
+    assert text.count("25 dev pairs, 1 more left out as they stand in the memory") == 2  # of set a, in both records
     assert "| M, N | @1 |" in text
     assert lines["raw"].count(" / ") == 7
     assert any("| 0.875 |" in line for line in text.splitlines() if line.startswith("| CLKNN |"))
