@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("adapt", "translate", "evaluate", "inspect", "build", "train", "project", "tune")
+COMMANDS = ("adapt", "translate", "evaluate", "inspect", "import", "export", "build", "train", "project", "tune")
 KS = ("1", "2", "4", "8", "16", "32", "64")
 
 

@@ -135,7 +135,7 @@ def _identifier_for(tag: str) -> Callable[[str], str | None]:
     name = read_language(tag).name
     names = {label: read_language(label).name for label in identifier.labels}
     if name not in names.values():
-        raise InputError(f"py3langid does not know the language {tag!r}; leave --other-languages out")
+        raise InputError(f"py3langid does not know the language {tag!r}; leave --skip-other-languages out")
 
     def another(text: str) -> str | None:
         if sum(map(len, _LETTERS.findall(text))) < _TOLD:

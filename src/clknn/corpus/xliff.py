@@ -355,7 +355,7 @@ def _write_2(file: IO[bytes], pairs: Iterable[Pair], source: str, target: str) -
     place, unit = list[str](), ""  # the file and groups that are open, and the unit with its facts
     for pair in pairs:
         count += 1
-        details = pair.origin.details or Details(TWO)
+        details = pair.origin.details or Details("")
         ours = details.format == TWO
         wanted = _place_of(pair)
         named, _, segment = (pair.origin.unit or str(count)).partition("/") if ours else (str(count), "", "")
