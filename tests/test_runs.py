@@ -106,7 +106,7 @@ def test_every_configuration_names_systems_that_there_are(reproduce: ModuleType,
     assert reproduce.systems(config)[0].name == reproduce.REFERENCE
 
 
-@pytest.mark.parametrize("program", ["force_decoding", "training"])
+@pytest.mark.parametrize("program", ["force_decoding", "training", "importing"])
 def test_a_benchmark_prints_one_record_last(program: str, tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), "--pairs", "48"]
     ran = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)

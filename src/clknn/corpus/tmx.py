@@ -64,14 +64,13 @@ def _pairs(
         both = True
         one, other = variants[first], variants[second]
         said = tags[first], tags[second]
-        if one[2] or other[2] or facts or one[3] or other[3] or len(attributes) + len(one[0]) + len(other[0]) > 6:
+        more = one[2] or other[2] or facts or one[3] or other[3] or len(one[0]) > 2 or len(other[0]) > 2
+        if more or len(attributes) > 2 or (attributes and unit is None) or said not in plain:
             details = _details(attributes, facts, one, other, said, asked)
-        elif said in plain:
-            details = plain[said]
-        else:
-            details = _details(attributes, facts, one, other, said, asked)
-            if len(plain) < _MOST_TOLD:
+            if not more and len(attributes) <= 2 and unit is not None and len(plain) < _MOST_TOLD:
                 plain[said] = details
+        else:
+            details = plain[said]
         if pair := clean_pair(one[1], other[1], Origin(name, unit or None, line, details), tally, cleaning):
             yield pair
     if units == 0:
