@@ -61,6 +61,17 @@ def tidy(text: str) -> str:
 
 def clean_pair(source: str, target: str, origin: Origin, tally: Tally, cleaning: Cleaning = AS_IT_IS) -> Pair | None:
     """The pair as it is kept, or None and the reason counted. Near-duplicates and languages are not looked at here."""
+    if (
+        cleaning is AS_IT_IS
+        and source.isprintable()
+        and target.isprintable()
+        and "  " not in source
+        and "  " not in target
+        and 0 < len(source) <= LONGEST
+        and 0 < len(target) <= LONGEST
+        and not (source[0] == " " or source[-1] == " " or target[0] == " " or target[-1] == " ")
+    ):
+        return Pair(source, target, origin)  # as most are
     if cleaning.strip_controls:
         whole = source, target
         source, target = _CONTROL.sub("", source), _CONTROL.sub("", target)
@@ -73,9 +84,7 @@ def clean_pair(source: str, target: str, origin: Origin, tally: Tally, cleaning:
         tally.skip("empty target", str(origin))
     elif len(clean_source) > LONGEST or len(clean_target) > LONGEST:
         tally.skip(f"longer than {LONGEST} characters", str(origin))
-    elif (not source.isprintable() and _CONTROL.search(source)) or (
-        not target.isprintable() and _CONTROL.search(target)
-    ):
+    elif _CONTROL.search(source) or _CONTROL.search(target):
         tally.skip("control characters", str(origin))
     elif cleaning is AS_IT_IS:
         return Pair(clean_source, clean_target, origin)

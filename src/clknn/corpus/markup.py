@@ -53,42 +53,57 @@ _INVALID = expat.errors.codes[expat.errors.XML_ERROR_INVALID_TOKEN]
 
 
 class Xml:
-    """One file being parsed. A reader sets its handlers on `parser`, counts `depth`, and goes through `fed`."""
+    """One file being parsed. A reader sets its handlers on `parser`, counts the depth, and goes through `fed`."""
 
-    def __init__(self, file: File, buffer: bool = True) -> None:
+    def __init__(self, file: File) -> None:
         self.file = file
+        self.bytes = 0  # that were fed to the parser
+        self.lines_passed = 0  # that were not
+        self._wrong: InputError | None = None
         self.parser = expat.ParserCreate("utf-8")
-        self.parser.buffer_text = buffer
+        self.parser.buffer_text = True
         self.parser.ordered_attributes = True
         self.parser.EntityDeclHandler = self._refuse_entity
 
     @property
     def line(self) -> int:
-        """Where the tag being reported ends is not known; this is where it begins."""
-        return int(self.parser.CurrentLineNumber)
+        """Where the tag being reported begins."""
+        return int(self.parser.CurrentLineNumber) + self.lines_passed
 
     def refuse_depth(self) -> None:
         raise InputError(f"{self.file}:{self.line}: more than {DEEPEST} elements inside each other; is this a TM?")
 
-    def fed(self) -> Iterator[int]:
-        """After each part of the file that the handlers have seen, how many bytes that was in all."""
-        total, chunk = 0, b""
+    def fed(self) -> Iterator[None]:
+        """Now and then, while the handlers see the file; `bytes` says how much of it they saw."""
+        for part in self.parts():
+            self.feed(part)
+            yield
+            self.refuse()
+        self.feed(b"", last=True)
+        yield
+        self.refuse()
+
+    def parts(self) -> Iterator[bytes]:
+        """The file in UTF-8, for a reader that feeds them itself."""
         with self.file.opened() as file:
-            try:
-                for chunk in _utf8(file, self.file):
-                    self.parser.Parse(chunk)
-                    total += len(chunk)
-                    if total - self.parser.CurrentByteIndex > _LONGEST_TAG + _CHUNK:
-                        raise InputError(
-                            f"{self.file}:{self.line}: a tag or comment of more than {_LONGEST_TAG:,} bytes;"
-                            " correct it or export the file again"
-                        )
-                    yield total
-                self.parser.Parse(b"", True)
-                yield total
-            except expat.ExpatError as error:
-                yield total  # what stands before it is good
-                raise self._told(error, chunk, total) from error
+            yield from _utf8(file, self.file)
+
+    def feed(self, part: bytes, *, last: bool = False) -> None:
+        """Calls the handlers; what is wrong is kept for `refuse`, for what stands before it is good."""
+        try:
+            self.parser.Parse(part, last)
+        except expat.ExpatError as error:
+            self._wrong = self._told(error, part)
+        self.bytes += len(part)
+        if self._wrong is None and self.bytes - self.parser.CurrentByteIndex > _LONGEST_TAG + _CHUNK:
+            self._wrong = InputError(
+                f"{self.file}:{self.line}: a tag or comment of more than {_LONGEST_TAG:,} bytes;"
+                " correct it or export the file again"
+            )
+
+    def refuse(self) -> None:
+        if self._wrong is not None:
+            raise self._wrong
 
     def _refuse_entity(self, name: str, *_: object) -> None:
         raise InputError(
@@ -96,19 +111,18 @@ class Xml:
             " remove the declarations from its DOCTYPE"
         )
 
-    def _told(self, error: expat.ExpatError, chunk: bytes, total: int) -> InputError:
+    def _told(self, error: expat.ExpatError, part: bytes) -> InputError:
         said = expat.ErrorString(error.code)
         if error.code == _INVALID:
             _refuse_encoding(self.file)
         if error.code == _NAMELESS:
-            found = _ENTITY.search(chunk, max(self.parser.ErrorByteIndex - total, 0))
+            found = _ENTITY.search(part, max(self.parser.ErrorByteIndex - self.bytes, 0))
             if found:
                 said = f"Entity '{found[1].decode(errors='replace')}' not defined"
         # Whatever comes at the very end of the file is the want of more.
         cut = "the file is cut short: " if error.code in _CUT_SHORT else ""
-        return InputError(
-            f"{self.file}:{error.lineno}: not well-formed XML ({cut}{said}); correct it or export the file again"
-        )
+        where = f"{self.file}:{error.lineno + self.lines_passed}"
+        return InputError(f"{where}: not well-formed XML ({cut}{said}); correct it or export the file again")
 
 
 def _utf8(file: IO[bytes], name: File) -> Iterator[bytes]:

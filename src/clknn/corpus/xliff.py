@@ -126,10 +126,10 @@ def _unfinished(read: _Read) -> str:
 
 def _segments(file: File) -> Iterator[_Read]:
     reader = _Reader(file)
-    for total in reader.xml.fed():
+    for _ in reader.xml.fed():
         yield from reader.ready
         reader.ready.clear()
-        reader.bound(total)
+        reader.bound()
 
 
 class _Reader:
@@ -154,8 +154,8 @@ class _Reader:
         self.xml.parser.StartElementHandler = self._start
         self.xml.parser.EndElementHandler = self._end
 
-    def bound(self, total: int) -> None:
-        unit = self._unit
+    def bound(self) -> None:
+        unit, total = self._unit, self.xml.bytes
         if unit is None or total - unit.began <= CHECKED:
             return
         if self._content is not None:
