@@ -1,8 +1,8 @@
 """Reading a TMX file to clean pairs against lxml's bare iterparse over the same file, in one run, by processor time.
 
 The bare pass builds each unit's tree and frees it, and looks at nothing. Reading finds the languages, the words among
-example memory, over and over, with other ids. Memory is what a process that only reads needs at its highest.
-example memory, over and over, with other ids; memory is what a process that only reads needs at its highest.
+the codes, and the line, keeps what the file says beside, cleans, and counts; `clknn import` also writes. The file is
+the example memory, over and over, with other ids; memory is what a process that only reads needs at its highest.
 """
 
 from __future__ import annotations

@@ -211,7 +211,9 @@ def _plain_unit(part: bytes, at: int, line: int) -> tuple[int, Unit] | None:
     found = _PLAIN.match(part, at)
     if found is None:
         return None
-    before, unit, one, text, other, more = found.groups()
+    whole, before, unit, one, text, other, more = found.group(0, 1, 2, 3, 4, 5, 6)
+    if b"\r" in whole and whole.count(b"\r") > whole.count(b"\r\n"):  # which alone ends a line too
+        return None
     try:
         if unit[:7] == b' tuid="' and unit.count(b'"') == 2:  # as most say no more
             attributes: Attributes = "tuid", unit[7:-1].decode()
