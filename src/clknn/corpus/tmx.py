@@ -38,11 +38,9 @@ Variant = tuple[Attributes, str, str | None, list[tuple[str, str]]]  # attribute
 Unit = tuple[int, Attributes, list[tuple[str, str]], list[Variant] | None]  # line, attributes, facts, variants
 
 # A unit of two segments without codes, notes or properties, and the white space before it, as XML has to have them.
-_ATTRIBUTES = rb'((?:[ \t\r\n]+[A-Za-z][\w:.-]*="[^"<&\x00-\x1f]*")*)[ \t\r\n]*'
-_VARIANT = rb"<tuv" + _ATTRIBUTES + rb">\s*<seg>([^<>\x00-\x08\x0b\x0c\x0e-\x1f]*)</seg>\s*</tuv>\s*"
-_PLAIN = re.compile(
-    (rb"(\s*)<tu" + _ATTRIBUTES + rb">\s*" + _VARIANT + _VARIANT + rb"</tu>").replace(rb"\s", rb"[ \t\r\n]")
-)
+_ATTRIBUTES = re.compile(rb'((?:[ \t\r\n]+[A-Za-z][\w:.-]*="[^"<&\x00-\x1f]*")*)[ \t\r\n]*')
+_VARIANT = rb"<tuv([^<>]*)>\s*<seg>([^<>\x00-\x08\x0b\x0c\x0e-\x1f]*)</seg>\s*</tuv>\s*"
+_PLAIN = re.compile((rb"(\s*)<tu([^<>]*)>\s*" + _VARIANT + _VARIANT + rb"</tu>").replace(rb"\s", rb"[ \t\r\n]"))
 _ATTRIBUTE = re.compile(rb'([\w:.-]+)="([^"]*)"')
 _REFERENCE = re.compile(r"&(amp|lt|gt|quot|apos);|&")
 _MEANT = {"amp": "&", "lt": "<", "gt": ">", "quot": '"', "apos": "'"}
@@ -215,19 +213,19 @@ def _plain_unit(part: bytes, at: int, line: int) -> tuple[int, Unit] | None:
     if b"\r" in whole and whole.count(b"\r") > whole.count(b"\r\n"):  # which alone ends a line too
         return None
     try:
-        if unit[:7] == b' tuid="' and unit.count(b'"') == 2:  # as most say no more
+        if unit[:7] == b' tuid="' and unit[7:-1].isalnum() and unit[-1:] == b'"':  # as most say no more
             attributes: Attributes = "tuid", unit[7:-1].decode()
         else:
             attributes = _attributes_of(unit)
         first, second = _attributes(one), _attributes(other)
         words, others = text.decode(), more.decode()
-    except ValueError:  # not UTF-8, or an attribute twice
+    except ValueError:  # not UTF-8, or no attributes
         return None
     if b"&" in text or b"&" in more:
         if any(not said[1] for said in _REFERENCE.finditer(words + others)):
             return None
         words, others = (_REFERENCE.sub(lambda said: _MEANT[said[1]], side) for side in (words, others))
-    line += before.count(b"\n")
+    line += 1 if before == b"\n" else before.count(b"\n")
     return found.end(), (line, attributes, _NOTHING, [(first, words, None, _NOTHING), (second, others, None, _NOTHING)])
 
 
@@ -240,10 +238,9 @@ def _attributes(said: bytes) -> Attributes:
 
 
 def _attributes_of(said: bytes) -> Attributes:
-    """As expat would report them."""
-    if said.count(b"=") == 1:
-        name, _, value = said.decode().partition("=")
-        return name.strip(), value[1:-1]
+    """As expat would report them; a ValueError for what is none of the plain kind."""
+    if not _ATTRIBUTES.fullmatch(said):
+        raise ValueError("not attributes")
     flat = [part.decode() for item in _ATTRIBUTE.findall(said) for part in item]
     if len(set(flat[::2])) < len(flat) // 2:
         raise ValueError("an attribute comes twice")
