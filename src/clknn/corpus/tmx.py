@@ -86,7 +86,7 @@ def _pairs(
         both = True
         one, other = variants[choice.source], variants[choice.target]
         details = choice.details
-        if facts or one[2] or other[2] or one[3] or other[3] or len(attributes) > 2 or (attributes and unit is None):
+        if facts is not _NOTHING or len(attributes) > 2 or (attributes and unit is None):
             details = _details(attributes, facts, one, other, choice)
         if pair := clean_pair(one[1], other[1], Origin(name, unit or None, line, details), tally, cleaning):
             yield pair
