@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check docs bench clean
+.PHONY: setup demo test check docs bench fuzz clean
 .DEFAULT_GOAL := test
 
 setup: .venv/ready
@@ -32,6 +32,10 @@ bench: setup  ## the numbers of the README, on this machine
 	$(BIN)/python bench/force_decoding.py
 	$(BIN)/python bench/decode.py
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/importing.py
+
+fuzz: setup  ## 20,000 mutated files of every format
+	$(BIN)/python tests/fuzz.py --inputs 20000
 
 clean:
 	rm -rf .venv demo.store build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,9 @@ from typing import Any
 from clknn import figures
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("adapt", "translate", "evaluate", "inspect", "build", "train", "project", "tune", "figures")
+COMMANDS = (
+    "adapt", "translate", "evaluate", "inspect", "import", "export", "build", "train", "project", "tune", "figures",
+)  # fmt: skip
 PLACES = ("accuracy, memory", "accuracy, dev")
 KS = ("1", "2", "4", "8", "16", "32", "64")
 

@@ -94,7 +94,7 @@ OUTSIDE = '<!DOCTYPE tmx [<!ENTITY b SYSTEM "file:///etc/passwd">]>\n'
         ("tm.tsv", b"x" * 1_000_000 + b"\thouse\n", r"no pair could be kept; skipped 1: longer than 5000 characters"),
         ("tm.tsv.gz", b"haus\thouse\n", r"tm\.tsv\.gz: gzip cannot unpack it"),
         ("tm.tsv.gz", gzip.compress(b"haus\thouse\n" * 99)[:-9], r"tm\.tsv\.gz: gzip cannot unpack it"),
-        ("tm.docx", b"haus\thouse\n", r"tm\.docx: not a kind of file that is read alone; give one \.tmx or \.tsv"),
+        ("tm.docx", b"haus\thouse\n", r"tm\.docx: not a kind of file that is read alone; give \.tmx"),
     ],
 )
 def test_a_file_that_is_no_translation_memory(
@@ -107,15 +107,15 @@ def test_a_file_that_is_no_translation_memory(
 def test_files_that_are_missing_or_too_many(adapting: Refuse, tmp_path: Path) -> None:
     good = tiny.write_tsv(tmp_path / "tm.tsv", tiny.pairs(3))
     missing = tmp_path / "nowhere.tsv"
-    assert adapting(missing) == f"{missing}: no such file; name a TMX, a TSV or two aligned text files"
-    assert "no such file" in adapting(tmp_path)
+    assert adapting(missing) == f"{missing}: no such file; check the name, or name a file or folder that is there"
+    (tmp_path / "folder").mkdir()
+    assert "no file in it that holds pairs; give .tmx" in adapting(tmp_path / "folder")
     assert f"{missing}: no such file" in adapting(good, further=("--tune-on", missing))
-    assert "3 files given" in adapting(good, good, good)
-    assert "holds both languages and is read alone" in adapting(good, good)
     texts = [tmp_path / "a.de", tmp_path / "a.en"]
     texts[0].write_text("haus\nbaum\n")
     texts[1].write_text("house\n")
     assert "has 2 lines and" in adapting(*texts)
+    assert "a.de: is read with one other text; give" in adapting(*texts, good)
 
 
 def test_a_language_pair_that_the_file_does_not_have(adapting: Refuse, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 import commands
 import tiny
 from clknn import cli
-from clknn.corpus import Pairs
+from clknn.corpus import Pairs, Tally, read_pairs
 from clknn.datastore import read_manifest, verify
 from clknn.errors import InputError
 from clknn.model import Decoding, Model
@@ -50,6 +50,45 @@ def asked(checkpoint: Path) -> tuple[object, ...]:
 @pytest.fixture(scope="module")
 def ready(adapted: tuple[Path, commands.Ran]) -> Path:
     return adapted[0]
+
+
+def test_import_cleans_converts_and_counts(tmp_path: Path) -> None:
+    tm = tmp_path / "tm.tsv"
+    tm.write_text("haus\thouse\nsame\tsame\nbaum\t\n12\t12 %\n", encoding="utf8")
+    ran = run("import", tm, "--source", "de", "--target", "en", "--out", tmp_path / "a.xlf", "--skip-identical")
+    assert ran.code == 0, ran.err
+    assert re.fullmatch(rf"{tmp_path}/a\.xlf: 2 pairs; [\d,]+ units a second\n", ran.out)
+    assert ran.err.splitlines() == [
+        "read 4 units, kept 2",
+        "skipped 1: identical source and target (first: tm.tsv:2)",
+        "skipped 1: empty target (first: tm.tsv:3)",
+    ]
+    assert refused("import", tm, "--source", "de", "--target", "en", "--out", tmp_path / "a.doc").endswith(".jsonl")
+    strict = ("--out", tmp_path / "b.xlf", "--strict")
+    assert "tm.tsv:3: empty target; correct it" in refused("import", tm, "--source", "de", "--target", "en", *strict)
+    assert not (tmp_path / "b.xlf").exists()
+
+
+def test_export_gives_back_what_was_adapted_to(checkpoint: Path, tmp_path: Path) -> None:
+    units = "".join(
+        f'<tu tuid="u{n}" creationid="anna"><note>{n}</note><tuv xml:lang="de"><seg>{p.source}<ph>x</ph></seg></tuv>'
+        f'<tuv xml:lang="en"><seg>{p.target}</seg></tuv></tu>\n'
+        for n, p in enumerate(tiny.pairs(60))
+    )
+    tm, store = tmp_path / "tm.tmx", tmp_path / "store"
+    tm.write_text(f'<tmx version="1.4"><header/><body>{units}</body></tmx>', encoding="utf8")
+    ran = run("build", tm, "--model", checkpoint, "--source", "de", "--target", "en", "--out", store, "--nfc")
+    assert ran.code == 0, ran.err
+    again = refused("build", tm, "--model", checkpoint, "--source", "de", "--target", "en", "--out", store)
+    assert "begun with other files or options (cleaning {" in again
+    assert run("project", store).code == 0
+    assert run("tune", store).code == 0
+    ran = run("export", store, "--out", tmp_path / "again.tmx")
+    assert ran.out == f"{tmp_path / 'again.tmx'}: 60 pairs\n"
+    ours, theirs = ([*read_pairs([path], "de", "en", Tally())] for path in (tm, tmp_path / "again.tmx"))
+    assert [(p.source, p.target, p.origin.unit, p.origin.details) for p in ours] == [
+        (p.source, p.target, p.origin.unit, p.origin.details) for p in theirs
+    ]
 
 
 @pytest.fixture

@@ -379,8 +379,11 @@ def test_the_systems_of_a_run_are_timed_in_turns(reproduce: ModuleType, desk: Pa
     assert "b has no finished kNN-MT" in refused.stderr
 
 
+FEW = ["--pairs", "48"]
+
+
 @pytest.mark.parametrize(
-    ("program", "size"), [("force_decoding", ["--pairs", "48"]), ("training", ["--pairs", "48"]), ("decode", ["--toy"])]
+    ("program", "size"), [("force_decoding", FEW), ("training", FEW), ("importing", FEW), ("decode", ["--toy"])]
 )
 def test_a_benchmark_prints_one_record_last(program: str, size: list[str], tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "bench" / f"{program}.py"), *size]

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from heapq import merge
 from itertools import compress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +30,19 @@ from clknn import index as indices
 from clknn import model as models
 from clknn import projection as projections
 from clknn.adapter import Adapter, AdapterSettings, Step, Trained
-from clknn.corpus import LIKE_OTHERS, Pair, Pairs, Role, Skip, Tally, fold, read_pairs
+from clknn.corpus import (
+    AS_IT_IS,
+    LIKE_OTHERS,
+    Cleaning,
+    Pair,
+    Pairs,
+    Role,
+    Skip,
+    Tally,
+    fold,
+    read_pairs,
+    write_pairs,
+)
 from clknn.datastore import Datastore, Manifest
 from clknn.errors import DatastoreError, Error, InputError
 from clknn.evaluation import Comparison, compare, refuse_unscorable, retrieval_accuracy, timed
@@ -55,6 +69,8 @@ OWN_PAIRS = 2_000  # of the datastore, drawn for a tuner that learns from these
 ENOUGH = 30  # segments; the bootstrap of fewer resamples the same few, and calls chance significant
 TRANSLATED = 150  # held-out pairs translated for each end penalty
 FALLEN = 1.0  # BLEU below the best so far, behind which no larger penalty is tried
+# What builds of earlier versions were asked for, without saying so.
+_AS_IT_WAS: dict[str, Any] = {"cleaning": asdict(AS_IT_IS), "all_states": False}
 SPARE = 64  # neighbours fetched for such a pair beside those asked for, to stand in for its own entries
 
 
@@ -121,6 +137,8 @@ def build(
     tally: Tally | None = None,
     report: Report = silent,
     tune_on: Sequence[Path] = (),
+    cleaning: Cleaning = AS_IT_IS,
+    all_states: bool = False,
 ) -> Manifest:
     """Reads pairs from `files`, holds some out, force-decodes the rest. Resumes where an earlier call was killed.
 
@@ -131,6 +149,7 @@ def build(
     asked = {"files": [_file_mark(file) for file in files], "hold_out": hold_out, "seed": seed}
     asked["tune_on"] = [_file_mark(file) for file in tune_on]
     asked["strict"], asked["precision"] = tally.strict, model.precision
+    asked["cleaning"], asked["all_states"] = asdict(cleaning), all_states
     blank = Manifest(
         models.checkpoint_path(model.name), model.fingerprint, model.source_language, model.target_language,
         model.prefix, model.state_definition, model.width,
@@ -142,7 +161,7 @@ def build(
             draft = replace(blank, options={"build": asked})
             stores.save_draft(path, draft)  # from here on the folder is known as ours
             try:
-                _read_text(path, files, tune_on, model, hold_out, seed, tally, report)
+                _read_text(path, files, tune_on, model, hold_out, seed, tally, report, cleaning, all_states)
             except Error:
                 for name in ("text.sqlite", "draft.json", "lock"):
                     (path / name).unlink(missing_ok=True)
@@ -153,9 +172,10 @@ def build(
             draft = replace(draft, measured={"read": asdict(tally)})
             stores.save_draft(path, draft)
         stores.check_model(path, draft, model)
-        if draft.options["build"] != asked:
+        begun = _AS_IT_WAS | draft.options["build"]
+        if begun != asked:
             raise DatastoreError(
-                f"{path}: begun with other files or options ({_differences(draft.options['build'], asked)}); "
+                f"{path}: begun with other files or options ({_differences(begun, asked)}); "
                 "choose another --out, or delete it"
             )
         if "build" in draft.measured:
@@ -186,17 +206,20 @@ def _read_text(
     seed: int,
     tally: Tally,
     report: Report,
+    cleaning: Cleaning,
+    all_states: bool,
 ) -> None:
     for left in ("text.sqlite", "text.sqlite-journal"):  # by a reading that was killed
         (path / left).unlink(missing_ok=True)
     with Pairs.create(path / "text.sqlite") as record:
         languages = model.source_language, model.target_language
-        record.add(_counted(read_pairs(files, *languages, tally), tally, report), tally)
+        pairs = read_pairs(files, *languages, tally, cleaning, all_states)
+        record.add(_counted(pairs, tally, report), tally)
         if not record.count():
             raise InputError(f"{files[0]}: no pair could be kept; {'; '.join(tally.lines()[1:])}")
         record.hold_out(0 if tune_on else hold_out, hold_out, seed)
         if tune_on:
-            record.add(read_pairs(tune_on, *languages, tally), tally, "tune")
+            record.add(read_pairs(tune_on, *languages, tally, cleaning, all_states), tally, "tune")
             if not record.count("tune"):
                 raise InputError(f"{tune_on[0]}: no pair to tune on is left; {'; '.join(tally.lines()[1:])}")
 
@@ -205,6 +228,8 @@ def _take_up(tally: Tally, before: dict[str, Any]) -> None:
     """Counts on from what was counted when the text was read, perhaps by a run that was killed since."""
     tally.read, tally.kept = before["read"], before["kept"]
     tally.skipped |= {reason: Skip(**skip) for reason, skip in before["skipped"].items()}
+    tally.changed |= {what: Skip(**change) for what, change in before.get("changed", {}).items()}
+    tally.remarks += before.get("remarks", [])
 
 
 def _counted(stream: Any, tally: Tally, report: Report) -> Any:
@@ -695,13 +720,15 @@ def adapt(
     report: Report = silent,
     tune_on: Sequence[Path] = (),
     general: Sequence[Path] = (),
+    cleaning: Cleaning = AS_IT_IS,
+    all_states: bool = False,
 ) -> Verdict | None:
     """All stages, and the verdict on held-out segments; None where there are too few pairs to hold any out."""
     if hold_out:
         refuse_unscorable(model.target_language)
     for file in general:
         _file_mark(file)
-    build(path, files, model, hold_out, seed, tally, report, tune_on)
+    build(path, files, model, hold_out, seed, tally, report, tune_on, cleaning, all_states)
     manifest = _begun(path, model)
     held_out = manifest.measured["build"]["held out"]["tune"]
     if general and held_out < familiarities.FEWEST:
@@ -733,6 +760,24 @@ def represent(
     return project(path, model, vanilla, refined=method.refined, report=report, held_out=held_out)
 
 
+def export(path: Path, out: Path, report: Report = silent) -> int:
+    """Writes a datastore's translation memory to a file, held-out pairs included, in the order it was read in."""
+    manifest = stores.read_manifest(path)
+    roles: tuple[Role, ...] = ("stored", "tune", "test")
+    if manifest.options["build"]["tune_on"]:  # these pairs came from elsewhere
+        roles = "stored", "test"
+    with Pairs.open(path / manifest.files["text"].name) as record:
+        total = sum(record.count(role) for role in roles)
+
+        def counted() -> Iterator[Pair]:
+            for number, (_, pair) in enumerate(merge(*(record.each(role) for role in roles), key=itemgetter(0))):
+                if number % 1000 == 0:
+                    report("export", number, total, "pairs")
+                yield pair
+
+        return write_pairs(counted(), out, manifest.source_language, manifest.target_language)
+
+
 def _begun(path: Path, model: Model) -> Manifest:
     manifest = stores.read_draft(path)
     if manifest is None or "build" not in manifest.measured:
@@ -747,14 +792,21 @@ def _entries(manifest: Manifest) -> dict[str, str]:
 
 
 def _file_mark(file: Path) -> dict[str, Any]:
+    if file.is_dir():
+        within = sorted((p.relative_to(file).as_posix(), p) for p in file.rglob("*") if p.is_file())
+        marks = "".join(f"{name} {_digest(path)}\n" for name, path in within)
+        return {"name": file.name, "blake2b": hashlib.blake2b(marks.encode(), digest_size=16).hexdigest()}
     if not file.is_file():
-        raise InputError(f"{file}: no such file; name a TMX, a TSV or two aligned text files")
+        raise InputError(f"{file}: no such file; check the name, or name a file or folder that is there")
+    return {"name": file.name, "blake2b": _digest(file)}
+
+
+def _digest(file: Path) -> str:
     try:
         with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+            return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror}); make it readable") from error
-    return {"name": file.name, "blake2b": digest}
 
 
 def _differences(begun: dict[str, Any], asked: dict[str, Any]) -> str:

@@ -71,7 +71,11 @@ class Combining(StrEnum):
 
 
 Files = Annotated[
-    list[Path], typer.Argument(help="One .tmx or .tsv file, or two aligned text files, source first; .gz allowed.")
+    list[Path],
+    typer.Argument(
+        help="TMX, XLIFF, PO, MO, TSV, CSV or JSON-lines files, folders or zips of them, or two aligned text files, "
+        "source first; .gz allowed."
+    ),
 ]
 Store = Annotated[Path, typer.Argument(help="The datastore's folder.")]
 ModelName = Annotated[str, typer.Option("--model", help="Checkpoint folder or hub name.")]
@@ -101,6 +105,31 @@ Ending = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Decides what is held out and drawn.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Stop at the first unit that would be skipped.")]
+AllStates = Annotated[
+    bool,
+    typer.Option("--all-states", help="Take XLIFF's unfinished units and gettext's fuzzy and obsolete entries too."),
+]
+SkipOtherLanguages = Annotated[
+    bool, typer.Option("--skip-other-languages", help="Skip pairs with a side clearly in another language.")
+]
+SkipIdentical = Annotated[
+    bool, typer.Option("--skip-identical", help="Skip pairs whose source and target are the same.")
+]
+SkipLetterless = Annotated[bool, typer.Option("--skip-letterless", help="Skip pairs with a side without any letter.")]
+SkipNearDuplicates = Annotated[
+    bool,
+    typer.Option(
+        "--skip-near-duplicates", help="Skip pairs unlike an earlier one only in case, spacing, punctuation or digits."
+    ),
+]
+LengthRatio = Annotated[
+    float | None,
+    typer.Option(min=1, help="Skip pairs with one side longer than this many times the other; by default none."),
+]
+StripControls = Annotated[
+    bool, typer.Option("--strip-controls", help="Take control characters out, instead of skipping pairs with them.")
+]
+Nfc = Annotated[bool, typer.Option("--nfc", help="Write composed characters (Unicode's NFC).")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …")]
 Dtype = Annotated[str, typer.Option(help="The model's precision: float32 or bfloat16.")]
 Prefix = Annotated[str | None, typer.Option(help="Text before each source, for T5; by default the checkpoint's own.")]
@@ -158,21 +187,33 @@ def adapt(
     ending: Ending = None,
     seed: Seed = 0,
     strict: Strict = False,
+    all_states: AllStates = False,
+    skip_other_languages: SkipOtherLanguages = False,
+    skip_identical: SkipIdentical = False,
+    skip_letterless: SkipLetterless = False,
+    skip_near_duplicates: SkipNearDuplicates = False,
+    length_ratio: LengthRatio = None,
+    strip_controls: StripControls = False,
+    nfc: Nfc = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     prefix: Prefix = None,
 ) -> None:
     """Make a datastore of a translation memory: build, train, project and tune, then the verdict."""
     from clknn import adaptation
-    from clknn.corpus import Tally
+    from clknn.corpus import Cleaning, Tally
 
+    cleaning = Cleaning(
+        skip_other_languages, length_ratio, skip_identical, skip_letterless, skip_near_duplicates, strip_controls, nfc
+    )
     tally = Tally(strict=strict)
     with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
         chosen = _method(method, combiner, steps, seed)
         chosen = chosen if ending is None else replace(chosen, ending=ending)
+        aside = tune_on or (), general or ()
         verdict = adaptation.adapt(
-            out, files, loaded, chosen, hold_out, seed, tally, report, tune_on or (), general or ()
+            out, files, loaded, chosen, hold_out, seed, tally, report, *aside, cleaning, all_states
         )
     _say_tally(tally)
     _say_verdict(out, verdict, hold_out)
@@ -189,18 +230,31 @@ def build(
     tune_on: TuneOn = None,
     seed: Seed = 0,
     strict: Strict = False,
+    all_states: AllStates = False,
+    skip_other_languages: SkipOtherLanguages = False,
+    skip_identical: SkipIdentical = False,
+    skip_letterless: SkipLetterless = False,
+    skip_near_duplicates: SkipNearDuplicates = False,
+    length_ratio: LengthRatio = None,
+    strip_controls: StripControls = False,
+    nfc: Nfc = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     prefix: Prefix = None,
 ) -> None:
     """Stage 1: read pairs, hold some out, force-decode the rest into entries."""
     from clknn import adaptation
-    from clknn.corpus import Tally
+    from clknn.corpus import Cleaning, Tally
 
+    cleaning = Cleaning(
+        skip_other_languages, length_ratio, skip_identical, skip_letterless, skip_near_duplicates, strip_controls, nfc
+    )
     tally = Tally(strict=strict)
     with _taken_up(out), Bars() as report:
         loaded = _load(model, source, target, device, dtype, prefix)
-        manifest = adaptation.build(out, files, loaded, hold_out, seed, tally, report, tune_on or ())
+        manifest = adaptation.build(
+            out, files, loaded, hold_out, seed, tally, report, tune_on or (), cleaning, all_states
+        )
     _say_tally(tally)
     typer.echo(f"{out}: {manifest.entries:,} entries of {manifest.stored:,} pairs; next: clknn train {out}")
 
@@ -439,6 +493,61 @@ def evaluate(
     _say_comparison(result.comparison)
     typer.echo("retrieval accuracy " + "  ".join(f"@{k} {a:.3f}" for k, a in accuracy.items()))
     typer.echo(result.sentence())
+
+
+@app.command("import")
+def import_(
+    files: Files,
+    source: Source,
+    target: Target,
+    out: Annotated[
+        Path, typer.Option(help="The file to write: .tmx, .xlf (XLIFF 1.2), .xliff (2.0), .po, .tsv or .jsonl; or .gz.")
+    ],
+    strict: Strict = False,
+    all_states: AllStates = False,
+    skip_other_languages: SkipOtherLanguages = False,
+    skip_identical: SkipIdentical = False,
+    skip_letterless: SkipLetterless = False,
+    skip_near_duplicates: SkipNearDuplicates = False,
+    length_ratio: LengthRatio = None,
+    strip_controls: StripControls = False,
+    nfc: Nfc = False,
+) -> None:
+    """Read files, clean their pairs and write them as one file.
+
+    Always skipped: pairs with an empty side, a side of more than 5,000 characters, or control characters. Inline codes,
+    notes, properties, dates and ids come back in the format they came from.
+    """
+    from clknn import corpus
+
+    cleaning = corpus.Cleaning(
+        skip_other_languages, length_ratio, skip_identical, skip_letterless, skip_near_duplicates, strip_controls, nfc
+    )
+    tally, started = corpus.Tally(strict=strict), time.monotonic()
+    with Bars() as report:
+
+        def advance(tally: Tally) -> None:
+            report("import", tally.read, 0, f"units, {tally.read / (time.monotonic() - started):,.0f} a second")
+
+        count = corpus.convert(files, out, source, target, tally, cleaning, all_states, advance)
+    _say_tally(tally)
+    seconds = max(time.monotonic() - started, 1e-9)
+    typer.echo(f"{out}: {count:,} pairs; {tally.read / seconds:,.0f} units a second")
+
+
+@app.command()
+def export(
+    store: Store,
+    out: Annotated[
+        Path, typer.Option(help="The file to write: .tmx, .xlf (XLIFF 1.2), .xliff (2.0), .po, .tsv or .jsonl; or .gz.")
+    ],
+) -> None:
+    """Write a datastore's translation memory to a file, held-out pairs included, with what was known of each pair."""
+    from clknn import adaptation
+
+    with Bars() as report:
+        count = adaptation.export(store, out, report)
+    typer.echo(f"{out}: {count:,} pairs")
 
 
 @app.command()
