@@ -601,9 +601,11 @@ def figures(
             if not pairs:
                 raise InputError(f"{store}: no pairs to ask with; name a file of them")
             drawn = drawing.of_datastore(opened, loaded, pairs, out, seed, report)
+            known = opened.pairs.known((pair.source, pair.target) for pair in pairs)
     tally.kept = len(pairs)
     _say_tally(tally)
-    typer.echo(f"{out}: {', '.join(file.name for file in drawn)}; asked with {len(pairs):,} segments")
+    aside = f", of which {known:,} have a side that is stored: these flatter it" if known else ""
+    typer.echo(f"{out}: {', '.join(file.name for file in drawn)}; asked with {len(pairs):,} segments{aside}")
 
 
 def main() -> None:

@@ -350,7 +350,10 @@ def _trust_figure(near: Floats, right: Mask, what: str, tenths: list[dict[str, A
 def of_datastore(
     store: Datastore, model: Model, pairs: Sequence[Pair], folder: Path, seed: int = 0, report: Report = silent
 ) -> list[Path]:
-    """Draws all figures of a datastore, asked with pairs that it does not hold, into `folder`; gives the files."""
+    """Draws all figures of a datastore, asked with these pairs, into `folder`; gives the files.
+
+    The pairs should not be stored: figures.json says how many are.
+    """
     forced = force_pairs(model, [p.source for p in pairs], [p.target for p in pairs])
     if forced is None:
         raise InputError("no segment fits the model, so there is nothing to retrieve for")
@@ -382,7 +385,7 @@ def of_datastore(
     files = [file for name, (figure, _) in drawn.items() for file in save(figure, folder, name)]
     signature = {
         "datastore": str(store.path), "keys": store.manifest.files["keys"].blake2b, "model": model.fingerprint,
-        "segments": len(pairs), "tokens": len(truth), "seed": seed, "clknn": __version__,
+        "segments": len(pairs), "known": store.pairs.known((p.source, p.target) for p in pairs), "tokens": len(truth), "seed": seed, "clknn": __version__,
     }  # fmt: skip
     record = {name: numbers for name, (_, numbers) in drawn.items()} | {"signature": signature}
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
