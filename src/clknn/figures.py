@@ -385,7 +385,8 @@ def of_datastore(
     files = [file for name, (figure, _) in drawn.items() for file in save(figure, folder, name)]
     signature = {
         "datastore": str(store.path), "keys": store.manifest.files["keys"].blake2b, "model": model.fingerprint,
-        "segments": len(pairs), "known": store.pairs.known((p.source, p.target) for p in pairs), "tokens": len(truth), "seed": seed, "clknn": __version__,
+        "segments": len(pairs), "known": store.pairs.known((p.source, p.target) for p in pairs),
+        "tokens": len(truth), "seed": seed, "clknn": __version__,
     }  # fmt: skip
     record = {name: numbers for name, (_, numbers) in drawn.items()} | {"signature": signature}
     text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
