@@ -422,7 +422,7 @@ def project(
             }
         measured["seconds"] = round(time.perf_counter() - started, 1)
         marks = manifest.files | {name: stores.mark_of(file) for name, file in files.items()}
-        for name in ("combiner", "familiarity"):  # they were tuned with other keys
+        for name in stores.TUNED:  # with other keys
             marks.pop(name, None)
         untuned = _untuned(manifest, projection.normed)
         done = manifest.having("project", asked, measured, files=marks, mixing=untuned, end_penalty=0.0)
@@ -480,7 +480,7 @@ def tune(
     With `general` pairs, which nothing should be lost on, it also learns which sources are not of the memory's kind.
     With `ending`, how much harder it must be to end a sentence is chosen by translating held-out pairs with `decoding`.
     """
-    with stores.writing(path), stores.open_datastore(path, model) as store:
+    with stores.writing(path), stores.open_datastore(path, model, tuned=False) as store:
         manifest = store.manifest
         tuner = tuner or Grid(scaled=store.projection.normed)
         everyday, left_out = _general(general, model, store)

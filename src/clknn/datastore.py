@@ -52,6 +52,7 @@ READ = 1, 2
 TOKENISED = 4_096  # sources tokenised at a time
 OPENINGS = 10  # times that a reader is overtaken by a writer before it gives up
 ENTRY_FILES = ("states", "values", "pairs", "positions")  # one row an entry
+TUNED = "combiner", "familiarity"
 # What a killed or refused change can leave behind; SQLite would play a journal that is left into the next file of
 # that name.
 _OURS = re.compile(
@@ -249,14 +250,17 @@ def check_model(path: Path, manifest: Manifest, model: Model) -> None:
         )
 
 
-def open_datastore(path: Path, model: Model | None = None) -> Datastore:
-    """Opens a finished datastore for reading; with `model`, only if it was built with that model."""
+def open_datastore(path: Path, model: Model | None = None, tuned: bool = True) -> Datastore:
+    """Opens a finished datastore for reading; with `model`, only if it was built with that model.
+
+    Not `tuned`, what tuning chose stays unread: tuning again must be possible where that is damaged.
+    """
     manifest, attempts = read_manifest(path), 0
     while True:
         if model is not None:
             check_model(path, manifest, model)
         try:
-            return _opened(path, manifest)
+            return _opened(path, manifest, tuned)
         except DatastoreError:
             # A writer may have committed since the manifest was read, and swept what it names. What could be opened is
             # of one state: a name is not given twice.
@@ -265,8 +269,10 @@ def open_datastore(path: Path, model: Model | None = None) -> Datastore:
                 raise
 
 
-def _opened(path: Path, manifest: Manifest) -> Datastore:
-    for mark in manifest.files.values():
+def _opened(path: Path, manifest: Manifest, tuned: bool) -> Datastore:
+    for name, mark in manifest.files.items():
+        if name in TUNED and not tuned:
+            continue
         file = path / mark.name
         try:
             size = file.stat().st_size
@@ -280,8 +286,8 @@ def _opened(path: Path, manifest: Manifest) -> Datastore:
     index = indices.read(path / manifest.files["index"].name, arrays["keys"], projection.normed)
     pairs = Pairs.open(path / manifest.files["text"].name)
     entries = arrays["values"], arrays["pairs"], arrays["positions"]
-    combiner, familiarity = read_combiner(path, manifest), read_familiarity(path, manifest)
-    return Datastore(path, manifest, projection, index, *entries, pairs, combiner, familiarity)
+    chosen = (read_combiner(path, manifest), read_familiarity(path, manifest)) if tuned else (None, None)
+    return Datastore(path, manifest, projection, index, *entries, pairs, *chosen)
 
 
 def read_combiner(path: Path, manifest: Manifest) -> Combiner | None:
