@@ -325,8 +325,8 @@ def test_what_is_no_datastore(tmp_path: Path, command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("command", [*READING, *WRITING])
 def test_a_datastore_of_another_version_or_with_a_damaged_manifest(store: Path, command: tuple[str, ...]) -> None:
     text = (store / "manifest.json").read_text()
-    (store / "manifest.json").write_text(json.dumps(json.loads(text) | {"format": 2}))
-    assert "manifest.json: format version 2, and this clknn reads version 1" in refused(*command, store)
+    (store / "manifest.json").write_text(json.dumps(json.loads(text) | {"format": 3}))
+    assert "manifest.json: format version 3, and this clknn reads versions 1 to 2" in refused(*command, store)
     (store / "manifest.json").write_text(text[:500])
     assert "manifest.json: damaged (" in refused(*command, store)
 

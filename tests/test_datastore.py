@@ -119,9 +119,18 @@ def test_a_damaged_manifest_is_refused(store: Path, text: str) -> None:
 
 def test_another_format_version_is_refused_with_both_versions(store: Path) -> None:
     raw = json.loads((store / "manifest.json").read_text())
-    (store / "manifest.json").write_text(json.dumps({"format": 2, "entries": raw["entries"]}))
-    with pytest.raises(DatastoreError, match="format version 2, and this clknn reads version 1"):
+    (store / "manifest.json").write_text(json.dumps({"format": 3, "entries": raw["entries"]}))
+    with pytest.raises(DatastoreError, match="format version 3, and this clknn reads versions 1 to 2"):
         open_datastore(store)
+
+
+def test_a_datastore_of_the_first_format_opens_as_what_it_is(store: Path) -> None:
+    """It had no end penalty."""
+    raw = json.loads((store / "manifest.json").read_text())
+    del raw["end_penalty"]
+    (store / "manifest.json").write_text(json.dumps(raw | {"format": 1}))
+    with open_datastore(store) as opened:
+        assert opened.manifest.end_penalty == 0
 
 
 PARTS = ("states", "values", "pairs", "positions", "keys", "adapter", "projection", "index", "text")

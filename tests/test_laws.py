@@ -470,9 +470,9 @@ def test_9_another_layer_or_format_version_is_refused(stores: Stores, load: Load
     with pytest.raises(DatastoreError, match="last feed-forward layer"):
         datastore.check_model(store.path, elsewhere, model)
     (tmp_path / "manifest.json").write_text(
-        (store.path / "manifest.json").read_text().replace('"format": 1', '"format": 7')
+        (store.path / "manifest.json").read_text().replace('"format": 2', '"format": 7')
     )
-    with pytest.raises(DatastoreError, match=r"format version 7.*reads version 1"):
+    with pytest.raises(DatastoreError, match=r"format version 7.*reads versions 1 to 2"):
         datastore.open_datastore(tmp_path, model)
 
 
