@@ -301,13 +301,25 @@ def _ablation(record: dict[str, Any]) -> list[str]:
 def _facts(name: str, record: dict[str, Any]) -> list[str]:
     measured = dict(record["measured"])
     systems = measured.pop("systems", {})
-    rows = ["| measured | value |", "|---|---|"]
-    rows += [f"| {key} | {value} |" for key, value in measured.items()]
-    parts = [f"## {name.replace('_', ' ')}", "\n".join(rows)]
+    parts = [f"## {name.replace('_', ' ')}"]
+    if plain := [[key, str(value)] for key, value in measured.items() if not isinstance(value, dict)]:
+        parts.append(_rows(["measured", "value"], plain))
+    for title, each in measured.items():
+        if isinstance(each, dict):
+            parts.append(_compared(title, each))
     if systems:
         head = list(next(iter(systems.values())))
         parts.append(_rows(["system", *head], [[s, *(str(row[h]) for h in head)] for s, row in systems.items()]))
     return [*parts, _signature(record["signature"])]
+
+
+def _compared(title: str, measured: dict[str, Any]) -> str:
+    """A row for what was measured of several, a column for each of these; what is of none stands below."""
+    of_each = {what: row for what, row in measured.items() if isinstance(row, dict)}
+    columns = list(dict.fromkeys(column for row in of_each.values() for column in row))
+    rows = [[what, *(str(row.get(column, "")) for column in columns)] for what, row in of_each.items()]
+    aside = [f"{what}: {value}" for what, value in measured.items() if what not in of_each]
+    return "\n\n".join([_rows([title, *columns], rows), *aside])
 
 
 def _signature(signature: dict[str, Any]) -> str:
