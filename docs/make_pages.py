@@ -263,7 +263,8 @@ def _costs(name: str, one: dict[str, Any]) -> str:
         )  # fmt: skip
     head = "centres or clusters|training|keys and index|index alone|retrieval for tuning|tuning|end penalty|test"
     note = (
-        "Cells are made while other jobs run; the last column is measured in turns in one process (`bench/systems.py`)."
+        "Cells are made while other jobs run, and can be stopped for a while; the last column is measured in turns in "
+        "one process (`bench/systems.py`)."
     )
     return _rows(["system", *head.split("|"), "time / kNN-MT"], rows) + f"\n\n{note}"
 
