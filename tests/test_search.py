@@ -17,7 +17,7 @@ from clknn.model import Decoding, Model
 
 Load = Callable[[str], Model]
 ROOT = Path(__file__).parent.parent
-SHARED = Path("/work/shared")
+SHARED = Path(__file__).parents[2] / "shared"
 SOURCES = [p.source for p in tiny.pairs(24, seed=5)]
 DECODINGS = (
     Decoding(max_new_tokens=14, longest_ratio=None),
