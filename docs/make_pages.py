@@ -64,8 +64,9 @@ def _filled(readme: str) -> str:
 def _results() -> str:
     parts = [
         "# Results",
-        "Written by `make docs` from `results/*.json`; a test fails where it is stale. Each table is one run of one "
-        "command. What is tuned or trained for decoding saw the dev pairs alone and, for guarded systems, general text "
+        "Written by `make docs` from `results/*.json`; a test fails where it is stale. Each table is of one "
+        "configuration; its cells can be made by several invocations, at several commits (log.md says where). "
+        "What is tuned or trained for decoding saw the dev pairs alone and, for guarded systems, general text "
         "that no table translates. Decoding is the same for all (beam, length penalty) but for the end penalty, "
         "which ours has and no published system: rows named after it give it to these too, tuned in the same way. "
         "p is sacrebleu's paired bootstrap. The base model is the small one of `examples/de-en-small`: gains on it are "

@@ -400,7 +400,7 @@ def pairs_of(details: st.SearchStrategy[Details], unit: st.SearchStrategy[str | 
     ],
 )
 def test_what_a_format_can_carry_comes_back(suffix: str, details: object, unit: object) -> None:
-    @given(pairs_of(details, unit))  # type: ignore[arg-type]
+    @given(pairs_of(details, unit))  # type: ignore[arg-type]  # strategies, by the table above
     @settings(deadline=None, max_examples=60)
     def holds(pairs: list[Pair]) -> None:
         with tempfile.TemporaryDirectory() as folder:

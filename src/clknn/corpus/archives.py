@@ -66,7 +66,7 @@ class File:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             packer = "gzip" if self.name.lower().endswith(".gz") else "zip"
             raise InputError(f"{self}: {packer} cannot unpack it ({error}); copy or pack it again") from error
-        except (zipfile.BadZipFile, NotImplementedError) as error:
+        except (zipfile.BadZipFile, NotImplementedError) as error:  # zipfile's word for a packing it does not know
             raise InputError(f"{self}: zip cannot unpack it ({error}); copy or pack it again") from error
         except FileNotFoundError as error:
             raise InputError(f"{self}: no such file; check the name") from error
@@ -99,7 +99,7 @@ class _Measured(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # typeshed's Buffer is wider
         size = self._unpacked.readinto(buffer)
         self._bytes += size
         if self._bytes > _HARMLESS and self._bytes > _SWELLS * self._packed.tell():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any
 
 from clknn.corpus.pair import Origin, Pair, Tally, fold
 from clknn.errors import InputError
@@ -156,7 +157,7 @@ def _identifier_for(tag: str) -> Callable[[str], str | None]:
 
 
 @lru_cache(maxsize=1)
-def _identifier():  # type: ignore[no-untyped-def]
+def _identifier() -> Any:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
